@@ -1,0 +1,147 @@
+"""The command line. Nothing heavy is imported until a command runs."""
+
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from olmo_shard import __version__
+from olmo_shard.errors import ConfigurationError, LaunchError, OlmoShardError
+
+app = typer.Typer(
+    help="Pretrain mixture-of-experts language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[SECTION.FIELD=VALUE]...", help="Overrides, such as train.steps=50."),
+]
+
+
+@app.command()
+def prepare(
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(help="Text files, folders, .jsonl[.gz|.zst], .parquet."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder to write; must not exist.")] = Path(
+        "data/prepared"
+    ),
+    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json to use.")] = None,
+    train_bpe: Annotated[int | None, typer.Option(help="Train a BPE of this many ids.")] = None,
+    stdlib: Annotated[bool, typer.Option(help="Take Python's standard library.")] = False,
+    text_field: Annotated[str, typer.Option(help="Field of JSON and Parquet records.")] = "text",
+    eos: Annotated[str | None, typer.Option(help="Token that ends a document.")] = None,
+    validation_fraction: Annotated[float, typer.Option(help="Share of held-out documents.")] = 0.02,
+) -> None:
+    """Turn text into token files."""
+    from rich.console import Console
+
+    from olmo_shard.data.documents import find_files, standard_library_files
+    from olmo_shard.data.prepare import PrepareOptions
+    from olmo_shard.data.prepare import prepare as run_prepare
+
+    if (tokenizer is None) == (train_bpe is None):
+        raise ConfigurationError("give exactly one of --tokenizer FILE and --train-bpe IDS")
+    files = find_files(sources or [], text_field)
+    files += standard_library_files() if stdlib else []
+    options = PrepareOptions(
+        out=out,
+        tokenizer=tokenizer,
+        bpe_vocab_size=train_bpe or 0,
+        eos=eos,
+        validation_fraction=validation_fraction,
+    )
+    console = Console(highlight=False, soft_wrap=True)
+    meta = run_prepare(files, options, console)
+    counts = ", ".join(
+        f"{split} {meta.documents[split]:,} documents, {tokens:,} tokens"
+        for split, tokens in meta.tokens.items()
+    )
+    console.print(f"{out}: {counts}; {meta.vocab_size:,} ids as {meta.dtype}", markup=False)
+
+
+@app.command()
+def check(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks of the run to check for.")] = None,
+) -> None:
+    """Validate a config, its data and its layout, and print it resolved."""
+    from olmo_shard.config import dump_yaml, load_config
+    from olmo_shard.nn.flops import parameter_counts
+    from olmo_shard.tools.check import preflight, scan
+
+    loaded = load_config(config, overrides)
+    # Without --nproc: the fewest ranks that the config can run on.
+    world_size = nproc or loaded.parallel.expert_parallel
+    scan(preflight(loaded, world_size), loaded.model.vocab_size)
+    counts = parameter_counts(loaded.model)
+    print(dump_yaml(loaded))
+    print(f"# {counts.total:,} parameters, {counts.active:,} active per token")
+    print(
+        f"# valid for {world_size} rank(s), {loaded.num_microbatches(world_size)} micro-batch(es)"
+    )
+
+
+@app.command()
+def train(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Start this many local ranks (without torchrun).")
+    ] = None,
+) -> None:
+    """Train: alone, as N local ranks (--nproc N), or as a rank under torchrun or SLURM."""
+    from olmo_shard.config import load_config
+    from olmo_shard.distributed.environment import rank_from_environment
+    from olmo_shard.tools.check import preflight, scan_before_training
+
+    loaded = load_config(config, overrides)
+    info = rank_from_environment()
+    if info and nproc:
+        raise LaunchError(
+            f"--nproc {nproc} starts ranks, but a launcher did so already (RANK = {info.rank}, "
+            f"WORLD_SIZE = {info.world_size}): drop one of them"
+        )
+    files = preflight(loaded, info.world_size if info else nproc or 1)
+    if info is None or info.rank == 0:
+        scan_before_training(files, loaded.model.vocab_size)
+    if nproc and nproc > 1:
+        from olmo_shard.distributed.launch import launch_local
+
+        raise typer.Exit(launch_local(["train", config, *(overrides or [])], nproc))
+    for note in info.notes if info else ():
+        print(note)
+
+    from olmo_shard.experiment import run
+
+    run(loaded, info)
+
+
+@app.callback(invoke_without_command=True)
+def _version(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run a command; what a user did wrong ends in one message and exit code 2, without a traceback."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        app()
+    except OlmoShardError as error:
+        from olmo_shard.distributed.failure import record_failure
+
+        record_failure(error, str(error))
+        print(f"olmo-shard: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,150 @@
+"""From a YAML file and dotted overrides to a validated Config."""
+
+import difflib
+import io
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+from olmo_shard.config.root import Config
+from olmo_shard.errors import ConfigurationError
+
+
+def load_config(path: str, overrides: list[str] | None = None) -> Config:
+    """Read, extend, override and validate a config.
+
+    :param path: a YAML 1.2 file; ``extends: other.yaml`` (relative to it) is merged below it.
+    :param overrides: ``section.field=value`` with the value in YAML; list items go by number.
+    :raises ConfigurationError: naming the field, its value, the rule and the nearest valid key.
+    """
+    tree = _read_tree(Path(path), ())
+    for override in overrides or []:
+        _apply_override(tree, override)
+    return _validate(tree, path)
+
+
+def dump_yaml(config: Config) -> str:
+    """The resolved config as YAML that ``load_config`` reads back to an equal config."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
+    yaml.width = 120
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    buffer = io.StringIO()
+    yaml.dump(config.model_dump(), buffer)
+    return buffer.getvalue()
+
+
+def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    if path.resolve() in seen:
+        chain = " -> ".join(str(p) for p in (*seen, path))
+        raise ConfigurationError(f"extends goes round in a circle: {chain}")
+    try:
+        tree = _yaml(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the config {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"the config {path} is not UTF-8 text") from error
+    if not isinstance(tree, dict):
+        raise ConfigurationError(f"the config {path} holds no sections (a YAML mapping is needed)")
+    base = tree.pop("extends", None)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise ConfigurationError(f"{path}: extends = {base!r} must be the path of one YAML file")
+    return _merge(_read_tree(path.parent / base, (*seen, path.resolve())), tree)
+
+
+def _yaml(text: str, where: str) -> Any:
+    try:
+        return YAML(typ="safe", pure=True).load(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f" line {mark.line + 1}" if mark else ""
+        problem = (error.problem or str(error)).splitlines()[0]
+        raise ConfigurationError(f"{where}{place}: not valid YAML: {problem}") from error
+    except YAMLError as error:
+        raise ConfigurationError(f"{where}: not valid YAML: {error}") from error
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        both = isinstance(below, dict) and isinstance(value, dict)
+        merged[key] = _merge(below, value) if both else value
+    return merged
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    dotted, equals, text = override.partition("=")
+    if not equals or not dotted:
+        raise ConfigurationError(
+            f"override {override!r}: write section.field=value, for example train.steps=50"
+        )
+    *parents, last = dotted.split(".")
+    node: Any = tree
+    for part in parents:
+        child = _child(node, part, override)
+        if child is None:
+            child = {}
+            node[part] = child
+        node = child
+    value = _yaml(text, f"override {override!r}")
+    _child(node, last, override)
+    node[int(last) if isinstance(node, list) else last] = value
+
+
+def _child(node: Any, part: str, override: str) -> Any:
+    if isinstance(node, dict):
+        return node.get(part)
+    if isinstance(node, list):
+        if not part.isdecimal() or int(part) >= len(node):
+            raise ConfigurationError(
+                f"override {override!r}: {part!r} is no place in a list of {len(node)} item(s)"
+            )
+        return node[int(part)]
+    raise ConfigurationError(f"override {override!r}: {part!r} lies below {node!r}, a plain value")
+
+
+def _validate(tree: dict[str, Any], path: str) -> Config:
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        lines = [_explain(item) for item in error.errors(include_url=False)]
+        raise ConfigurationError("\n".join([f"the config {path} is not valid:", *lines])) from error
+
+
+def _explain(item: Any) -> str:
+    location = [str(part) for part in item["loc"]]
+    where = ".".join(location) or "config"
+    if item["type"] == "extra_forbidden":
+        return f"  {where}: unknown key (value {item['input']!r}){_nearest(location)}"
+    if item["type"] == "missing":
+        return f"  {where}: missing; it has no default"
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "value_error":
+        return f"  {where}: {message}"
+    return f"  {where} = {item['input']!r}: {message}"
+
+
+def _nearest(location: list[str]) -> str:
+    """The valid key that comes closest to an unknown one, else all valid keys."""
+    model: Any = Config
+    for part in location[:-1]:
+        field = model.model_fields.get(part) if hasattr(model, "model_fields") else None
+        candidates = _models_in(field.annotation) if field else [model]
+        if not candidates:
+            return ""
+        model = candidates[0]
+    keys = list(model.model_fields)
+    close = difflib.get_close_matches(location[-1], keys, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else f"; valid keys: {', '.join(keys)}"
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [m for arg in getattr(annotation, "__args__", ()) for m in _models_in(arg)]

@@ -1,0 +1,51 @@
+"""Section ``parallel``: how the model is spread over the ranks."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from olmo_shard.config.base import Section
+
+
+class DDPConfig(Section):
+    bucket_cap_mb: float = Field(default=32.0, gt=0)
+    """Size of a gradient bucket in MiB of FP32; a larger parameter is a bucket of its own."""
+
+
+class FSDPConfig(Section):
+    reshard: Literal["forward", "window"] = "forward"
+    """``forward`` frees gathered weights after each forward and reduces every micro-batch; ``window``
+    keeps weights and FP32 gradients whole on each rank and reduces once per window."""
+
+
+class ParallelConfig(Section):
+    mode: Literal["ddp", "fsdp"] = "ddp"
+    """Distributed optimizer over whole dense weights, or FSDP2."""
+    expert_parallel: int = Field(default=1, gt=0)
+    """Ranks over which the experts of a layer are spread."""
+    dispatch: Literal["auto", "local", "collective"] = "auto"
+    """How token rows reach their experts; ``auto`` is ``local`` at expert_parallel 1, else ``collective``."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and activations in forward and backward; main weights stay FP32."""
+    compile: bool = False
+    """torch.compile each block (the routed experts stay eager)."""
+    activation_checkpointing: Literal["none", "full"] = "none"
+    """Recompute every block in backward."""
+    ddp: DDPConfig = DDPConfig()
+    fsdp: FSDPConfig = FSDPConfig()
+
+    @property
+    def dispatch_taken(self) -> Literal["local", "collective"]:
+        """What ``auto`` stands for."""
+        if self.dispatch != "auto":
+            return self.dispatch
+        return "local" if self.expert_parallel == 1 else "collective"
+
+    @model_validator(mode="after")
+    def _local_needs_one_rank(self) -> "ParallelConfig":
+        if self.dispatch == "local" and self.expert_parallel > 1:
+            raise ValueError(
+                f"dispatch = local keeps rows on their rank, but expert_parallel = "
+                f"{self.expert_parallel}; use dispatch auto or collective, or expert_parallel 1"
+            )
+        return self

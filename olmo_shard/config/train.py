@@ -1,0 +1,62 @@
+"""Sections ``train``, ``eval``, ``checkpoint`` and ``tracking``: what surrounds the step."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from olmo_shard.config.base import Section
+
+
+class TrainConfig(Section):
+    steps: int | None = Field(default=None, gt=0)
+    """Stop after this many optimizer steps."""
+    tokens: int | None = Field(default=None, gt=0)
+    """Stop at the last whole step within this many tokens."""
+    epochs: float | None = Field(default=None, gt=0)
+    """Stop at the last whole step within this many passes over the training sources."""
+    global_batch_tokens: int = Field(gt=0)
+    """Tokens of one optimizer step over all ranks."""
+    micro_batch_tokens: int = Field(gt=0)
+    """Tokens of one forward-backward on one rank."""
+    max_skipped_steps: int = Field(default=10, ge=0)
+    """Steps skipped in a row (non-finite gradient norm) after which the run ends with an error."""
+    log_every: int = Field(default=10, gt=0)
+    """Steps between two plain console lines (when the output is not a terminal)."""
+
+    @model_validator(mode="after")
+    def _one_end(self) -> "TrainConfig":
+        ends = {"steps": self.steps, "tokens": self.tokens, "epochs": self.epochs}
+        given = {name: value for name, value in ends.items() if value is not None}
+        if len(given) != 1:
+            found = (
+                ", ".join(f"{name} = {value}" for name, value in given.items()) or "none of them"
+            )
+            raise ValueError(f"give exactly one of steps, tokens, epochs; found {found}")
+        return self
+
+
+class EvalConfig(Section):
+    every: int = Field(default=0, ge=0)
+    """Steps between evaluations of all validation sets (and once at the end); 0 means never."""
+    tokens: int = Field(default=65_536, gt=0)
+    """Tokens read from each validation set, at most."""
+
+
+class CheckpointConfig(Section):
+    every: int = Field(default=0, ge=0)
+    """Steps between checkpoints, and one at the end; 0 means never, the end included."""
+    keep_last: int | None = Field(default=None, gt=0)
+    """Checkpoints to keep; null keeps all."""
+    resume: str = "auto"
+    """``auto`` takes the newest complete checkpoint of run.dir, ``never`` none, else the path of one."""
+    init_from: str | None = None
+    """Path of a checkpoint whose weights a new run starts from, with fresh optimizer, schedule, data."""
+
+
+class TrackingConfig(Section):
+    wandb: Literal["auto", "offline", "off"] = "auto"
+    """``auto`` is online where a key and the server are at hand, else offline."""
+    project: str = "olmo_shard"
+    entity: str | None = None
+    name: str | None = None
+    """Display name of the run; null takes the last part of run.dir."""

@@ -1,0 +1,143 @@
+"""Batches: a rank's share of every global batch, in an order that no layout changes.
+
+The stream of sequences is a function of the seed alone: sources take turns so that each always has the share
+its weight says (the one furthest behind is next; ties go to the first), and each source runs through shuffled
+epochs of its own. Global batch t is the t-th group of sequences of that stream; rank r takes the r-th equal
+part of it. So the number of ranks and the micro-batch size change nothing but who computes what.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from olmo_shard.config import Config
+from olmo_shard.data.source import SequenceSource, open_sources, source_seed
+from olmo_shard.errors import CheckpointError, ConfigurationError
+from olmo_shard.nn.losses import IGNORE_INDEX
+
+
+class MicroBatch(NamedTuple):
+    """B sequences of S tokens, as the model takes them."""
+
+    tokens_BS: Tensor
+    labels_BS: Tensor
+    documents_BS: Tensor | None
+
+    def num_labelled(self) -> Tensor:
+        return (self.labels_BS != IGNORE_INDEX).sum()
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        documents = None if self.documents_BS is None else self.documents_BS.to(device)
+        return MicroBatch(self.tokens_BS.to(device), self.labels_BS.to(device), documents)
+
+
+@dataclass
+class LoaderState:
+    """The position in the stream."""
+
+    sequences: int
+    """Sequences that all ranks have taken."""
+    drawn: list[int]
+    """Of these, from each source."""
+
+
+class DataLoader:
+    """Accumulation windows of one rank.
+
+    :param config: the run's config; its data are checked here.
+    """
+
+    def __init__(self, config: Config, rank: int = 0, world_size: int = 1) -> None:
+        self.config, self.rank, self.world_size = config, rank, world_size
+        named = {f"data.sources.{i}": source for i, source in enumerate(config.data.sources)}
+        self.sources = open_sources(named, config.data, config.model.vocab_size)
+        self._seeds = [source_seed(config.run.seed, name) for name in named]
+        weights = np.array([source.weight for source in config.data.sources])
+        self._shares = weights / weights.sum()
+        self.batch_sequences = config.train.global_batch_tokens // config.data.sequence_length
+        self.micro_sequences = config.train.micro_batch_tokens // config.data.sequence_length
+        self.state = LoaderState(sequences=0, drawn=[0] * len(self.sources))
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of one epoch over all sources."""
+        return sum(source.num_sequences for source in self.sources)
+
+    def next_window(self) -> list[MicroBatch]:
+        """This rank's micro-batches of the next global batch."""
+        turns = [self._next() for _ in range(self.batch_sequences)]
+        share = self.batch_sequences // self.world_size
+        mine = [
+            self.sources[source].read(self.sources[source].shuffled(position, self._seeds[source]))
+            for source, position in turns[self.rank * share : (self.rank + 1) * share]
+        ]
+        eos = [self._masking_eos(source) for source, _ in turns[self.rank * share :][:share]]
+        step = self.micro_sequences
+        return [
+            make_microbatch(mine[start : start + step], eos[start : start + step])
+            for start in range(0, share, step)
+        ]
+
+    def load_state(self, state: LoaderState) -> None:
+        """:raises CheckpointError: where the number of sources changed."""
+        if len(state.drawn) != len(self.sources):
+            raise CheckpointError(
+                f"the checkpoint was trained on {len(state.drawn)} source(s), but data.sources has "
+                f"{len(self.sources)}; restore the list, or start anew with checkpoint.init_from"
+            )
+        self.state = LoaderState(state.sequences, list(state.drawn))
+
+    def _next(self) -> tuple[int, int]:
+        """Source and position in its own stream of the next sequence."""
+        drawn = self.state.drawn
+        due = self._shares * (self.state.sequences + 1) - drawn
+        source = int(np.argmax(due))
+        position = drawn[source]
+        drawn[source] += 1
+        self.state.sequences += 1
+        return source, position
+
+    def _masking_eos(self, source: int) -> int | None:
+        return self.sources[source].eos_id if self.config.data.document_masking else None
+
+
+def make_microbatch(sequences: list[np.ndarray], eos_ids: list[int | None]) -> MicroBatch:
+    """Stack sequences of S + 1 ids.
+
+    :param eos_ids: of each sequence, the id that ends a document where documents are masked, else null.
+        A token that ends a document has no label: what follows is another document.
+    """
+    ids = torch.from_numpy(np.stack(sequences))
+    tokens_BS, labels_BS = ids[:, :-1].contiguous(), ids[:, 1:].clone()
+    if eos_ids[0] is None:
+        return MicroBatch(tokens_BS, labels_BS, None)
+    ends_BS = tokens_BS == torch.tensor(eos_ids)[:, None]
+    labels_BS[ends_BS] = IGNORE_INDEX
+    documents_BS = ends_BS.cumsum(dim=1) - ends_BS.long()
+    return MicroBatch(tokens_BS, labels_BS, documents_BS)
+
+
+def total_steps(config: Config, num_sequences: int) -> int:
+    """Optimizer steps of the run; a last, incomplete global batch is not trained on.
+
+    :param num_sequences: of one epoch over all sources.
+    :raises ConfigurationError: where the end leaves no whole step.
+    """
+    train, length = config.train, config.data.sequence_length
+    if train.steps is not None:
+        return train.steps
+    tokens = train.tokens
+    if tokens is None:
+        assert train.epochs is not None
+        tokens = int(train.epochs * num_sequences) * length
+    steps = tokens // train.global_batch_tokens
+    if steps == 0:
+        end = "tokens" if train.tokens is not None else "epochs"
+        raise ConfigurationError(
+            f"train.{end} = {getattr(train, end)} is {tokens} tokens, less than one step of "
+            f"train.global_batch_tokens = {train.global_batch_tokens}"
+        )
+    return steps

@@ -1,0 +1,186 @@
+"""Flat token files: little-endian unsigned ids, nothing else. And the meta.json beside prepared ones.
+
+OLMo-core and dolma write the same files (often with the ending .npy, although they have no NumPy header).
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from glob import glob, has_magic
+from pathlib import Path
+
+import numpy as np
+
+from olmo_shard.config import DataSource
+from olmo_shard.errors import DataError
+
+META = "meta.json"
+_CHUNK = 1 << 22
+"""Ids read at once by a scan."""
+_HEAD_BYTES = 256
+"""Read to see whether the declared type can be right."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meta:
+    """What ``olmo-shard prepare`` says of a folder."""
+
+    dtype: str
+    vocab_size: int
+    eos_id: int
+    tokens: dict[str, int]
+    """Ids of each split."""
+    documents: dict[str, int]
+    sha256: dict[str, str]
+    """Checksum of each split's file."""
+
+    def save(self, folder: Path) -> None:
+        (folder / META).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+
+def read_meta(folder: Path) -> Meta:
+    """:raises DataError: where meta.json is missing, unreadable or incomplete."""
+    path = folder / META
+    try:
+        return Meta(**json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError as error:
+        raise DataError(
+            f"data folder {folder} has no {META}: it is not (or not completely) written by "
+            "olmo-shard prepare; run prepare again, or name raw token files and their dtype"
+        ) from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, TypeError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenFile:
+    """One file of ids."""
+
+    path: Path
+    dtype: np.dtype
+    eos_id: int | None
+    vocab_size: int | None
+    """Bound on the ids as the data states it; null for raw files."""
+    expected_tokens: int | None = None
+    sha256: str | None = None
+
+    def ids(self) -> np.memmap:
+        return np.memmap(self.path, dtype=self.dtype, mode="r")
+
+    def num_tokens(self) -> int:
+        return self.path.stat().st_size // self.dtype.itemsize
+
+    def size_problem(self) -> str | None:
+        """What is wrong with the file's size, if anything. Reads no data."""
+        if not self.path.is_file():
+            return f"{self.path}: no such file"
+        size, item = self.path.stat().st_size, self.dtype.itemsize
+        if size == 0:
+            return f"{self.path}: empty (0 bytes)"
+        if size % item:
+            return f"{self.path}: {size} bytes is not a multiple of {item} ({self.dtype.name} ids)"
+        expected = self.expected_tokens
+        if expected is not None and size != expected * item:
+            return (
+                f"{self.path}: {size // item} ids, but {META} says {expected}: truncated or changed"
+            )
+        return None
+
+    def head_problem(self) -> str | None:
+        """What the first ids say against the declared type, if anything."""
+        with self.path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+        if head.startswith(b"\x93NUMPY"):
+            return f"{self.path}: has a NumPy header; flat ids are needed (write them with array.tofile)"
+        if self.dtype == np.uint16 and len(head) == _HEAD_BYTES:
+            ids = np.frombuffer(head, dtype=self.dtype)
+            if not ids[1::2].any() and ids[::2].any():
+                return f"{self.path}: every second id is 0: the file holds uint32, not uint16"
+        return None
+
+    def id_problem(self, vocab_size: int, advance=lambda ids: None) -> str | None:
+        """The first id outside the vocabulary, or a wrong checksum. Reads the whole file.
+
+        :param vocab_size: of the model; the data's own bound counts too.
+        :param advance: called with the number of ids read since the last call.
+        """
+        bound = min(vocab_size, self.vocab_size or vocab_size)
+        ids, digest = self.ids(), hashlib.sha256()
+        for start in range(0, len(ids), _CHUNK):
+            chunk = ids[start : start + _CHUNK]
+            problem = outside(self, chunk, start, bound)
+            if problem:
+                return problem
+            if self.sha256:
+                digest.update(chunk.tobytes())
+            advance(len(chunk))
+        if self.sha256 and digest.hexdigest() != self.sha256:
+            return f"{self.path}: the checksum differs from {META}: the file was changed"
+        return None
+
+
+def outside(file: TokenFile, ids: np.ndarray, start: int, bound: int) -> str | None:
+    """Where an id of the file is not below ``bound``: its place and value."""
+    if not len(ids) or int(ids.max()) < bound:
+        return None
+    at = int(np.argmax(ids >= bound))
+    return (
+        f"{file.path}: id {int(ids[at])} at offset {start + at} is outside the vocabulary "
+        f"of {bound} ids (if many are, {file.dtype.name} may be the wrong type)"
+    )
+
+
+def resolve(source: DataSource) -> list[TokenFile]:
+    """The files of a source, in a fixed order.
+
+    :raises DataError: naming every path that cannot be used.
+    """
+    folders = [path for path in source.paths() if Path(path).is_dir()]
+    if not folders:
+        return _raw_files(source)
+    if len(source.paths()) > 1:
+        raise DataError(
+            f"data source {source.path}: a prepared folder stands alone; give each folder a source"
+        )
+    if source.dtype is not None or source.eos_id is not None:
+        raise DataError(
+            f"data source {source.path}: dtype and eos_id are for raw token files; a prepared "
+            f"folder states them in {META}"
+        )
+    return [_prepared_file(Path(folders[0]), source.split)]
+
+
+def _prepared_file(folder: Path, split: str) -> TokenFile:
+    meta = read_meta(folder)
+    if meta.dtype not in ("uint8", "uint16", "uint32"):
+        raise DataError(f"{folder / META}: dtype = {meta.dtype!r} is none of uint8, uint16, uint32")
+    if not meta.tokens.get(split):
+        raise DataError(f"data folder {folder} has no {split} split ({META} counts 0 tokens)")
+    return TokenFile(
+        path=folder / f"{split}.bin",
+        dtype=np.dtype(meta.dtype),
+        eos_id=meta.eos_id,
+        vocab_size=meta.vocab_size,
+        expected_tokens=meta.tokens[split],
+        sha256=meta.sha256[split],
+    )
+
+
+def _raw_files(source: DataSource) -> list[TokenFile]:
+    paths: list[Path] = []
+    for pattern in source.paths():
+        found = sorted(glob(pattern)) if has_magic(pattern) else [pattern]
+        if not found:
+            raise DataError(f"data source {pattern}: no file matches")
+        paths += [Path(path) for path in found]
+    missing = [str(path) for path in paths if not path.is_file()]
+    if missing:
+        raise DataError(f"data source: no such file or folder: {', '.join(missing)}")
+    if source.dtype is None:
+        raise DataError(
+            f"data source {source.path}: raw token files need dtype (uint8, uint16 or uint32)"
+        )
+    dtype = np.dtype(source.dtype)
+    return [
+        TokenFile(path=path, dtype=dtype, eos_id=source.eos_id, vocab_size=None) for path in paths
+    ]

@@ -1,0 +1,126 @@
+"""Which rank this process is: from torchrun's variables, from SLURM's, or a run of its own."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from olmo_shard.errors import LaunchError
+
+DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankInfo:
+    """This process among its peers."""
+
+    rank: int
+    world_size: int
+    local_rank: int | None
+    """Rank on this host; null if the launcher does not say (then it is found by comparing host names)."""
+    local_world_size: int | None
+    master_addr: str
+    master_port: int
+    notes: tuple[str, ...] = ()
+    """What was derived rather than given, for the log."""
+
+
+SINGLE = RankInfo(
+    rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="", master_port=0
+)
+
+
+def rank_from_environment(environ: Mapping[str, str] = os.environ) -> RankInfo | None:
+    """Read the launcher's variables.
+
+    RANK, WORLD_SIZE, MASTER_ADDR (torchrun and most others) win over SLURM's, since torchrun itself is
+    often started by srun.
+
+    :returns: null where no launcher is at work.
+    :raises LaunchError: naming the variables that are missing or contradict each other.
+    """
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        return _checked(_from_torchrun(environ))
+    if "SLURM_STEP_NUM_TASKS" in environ:
+        return _checked(_from_slurm(environ))
+    return None
+
+
+def _from_torchrun(environ: Mapping[str, str]) -> RankInfo:
+    rank, world_size = _required(environ, "RANK"), _required(environ, "WORLD_SIZE")
+    notes: list[str] = []
+    if world_size > 1 and "MASTER_ADDR" not in environ:
+        raise LaunchError(
+            f"WORLD_SIZE = {world_size}, but MASTER_ADDR is missing: set it to the host of rank 0"
+        )
+    if world_size > 1 and "MASTER_PORT" not in environ:
+        notes.append(f"MASTER_PORT is missing: using {DEFAULT_PORT}")
+    if ("LOCAL_RANK" in environ) != ("LOCAL_WORLD_SIZE" in environ):
+        notes.append("LOCAL_RANK or LOCAL_WORLD_SIZE is missing: both found by host names")
+    local = "LOCAL_RANK" in environ and "LOCAL_WORLD_SIZE" in environ
+    return RankInfo(
+        rank=rank,
+        world_size=world_size,
+        local_rank=_required(environ, "LOCAL_RANK") if local else None,
+        local_world_size=_required(environ, "LOCAL_WORLD_SIZE") if local else None,
+        master_addr=environ.get("MASTER_ADDR", ""),
+        master_port=_integer(environ, "MASTER_PORT", str(DEFAULT_PORT)),
+        notes=tuple(notes),
+    )
+
+
+def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
+    world_size = _required(environ, "SLURM_STEP_NUM_TASKS")
+    notes: list[str] = []
+    address = environ.get("MASTER_ADDR") or environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
+    if world_size > 1 and "MASTER_ADDR" not in environ:
+        nodes = environ.get("SLURM_STEP_NUM_NODES", "1")
+        if nodes != "1":
+            raise LaunchError(
+                f"SLURM_STEP_NUM_NODES = {nodes}, but MASTER_ADDR is missing: in the batch script, "
+                'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+            )
+        address = "127.0.0.1"
+        notes.append("MASTER_ADDR is missing: one node, using 127.0.0.1")
+    # Two jobs on one node must not meet, so the port follows from the job and the step.
+    job = _required(environ, "SLURM_JOB_ID") * 16 + _integer(environ, "SLURM_STEP_ID", "0")
+    return RankInfo(
+        rank=_required(environ, "SLURM_PROCID"),
+        world_size=world_size,
+        local_rank=None,
+        local_world_size=None,
+        master_addr=address,
+        master_port=_integer(environ, "MASTER_PORT", str(20_000 + job % 20_000)),
+        notes=tuple(notes),
+    )
+
+
+def _checked(info: RankInfo) -> RankInfo:
+    if info.world_size < 1 or not 0 <= info.rank < info.world_size:
+        raise LaunchError(
+            f"RANK = {info.rank} and WORLD_SIZE = {info.world_size} contradict each other: "
+            "a rank lies between 0 and WORLD_SIZE - 1"
+        )
+    local, size = info.local_rank, info.local_world_size
+    if local is None or size is None:
+        return info
+    if not 0 <= local < size or size > info.world_size or local > info.rank:
+        raise LaunchError(
+            f"LOCAL_RANK = {local}, LOCAL_WORLD_SIZE = {size}, RANK = {info.rank} and WORLD_SIZE = "
+            f"{info.world_size} contradict each other: 0 <= LOCAL_RANK < LOCAL_WORLD_SIZE <= "
+            "WORLD_SIZE and LOCAL_RANK <= RANK must hold"
+        )
+    return info
+
+
+def _required(environ: Mapping[str, str], name: str) -> int:
+    if name not in environ:
+        given = [key for key in ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS") if key in environ]
+        raise LaunchError(f"{name} is missing, although {' and '.join(given)} is set")
+    return _integer(environ, name, "")
+
+
+def _integer(environ: Mapping[str, str], name: str, default: str) -> int:
+    text = environ.get(name, default)
+    if not text.isdecimal():
+        raise LaunchError(f"{name} = {text!r} is not a whole number")
+    return int(text)

@@ -1,0 +1,79 @@
+"""The process groups of a run; nothing else makes any.
+
+N ranks. Dense parameters belong to all of them. For experts the same ranks are seen as ``ep_dp x ep`` with
+``ep`` innermost, so that neighbours form a group and a node is filled first:
+
+    N = 8, ep = 4:   ep groups     [0 1 2 3] [4 5 6 7]        exchange token rows
+                     ep_dp groups  [0 4] [1 5] [2 6] [3 7]    hold the same experts, reduce their gradients
+
+[Note: four groups]
+Bulk transfers, scalars and token rows each get a group of their own, and the default group is never used:
+collectives of one group run in order, so a scalar would wait behind a dozen pending gathers, and a
+different order on two ranks would abort the process.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from olmo_shard.distributed.runtime import Runtime
+from olmo_shard.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    rank: int
+    world_size: int
+    device: torch.device
+    bulk: dist.ProcessGroup
+    """All ranks: gradients and weights of dense parameters."""
+    control: dist.ProcessGroup
+    """All ranks: scalars, the control vector, objects."""
+    ep: dist.ProcessGroup
+    """The ranks that hold one copy of the experts together."""
+    ep_dp: dist.ProcessGroup
+    """The ranks that hold the same experts."""
+
+    @property
+    def expert_parallel(self) -> int:
+        return self.ep.size()
+
+    def local_experts(self, num_experts: int) -> range:
+        """Global ids of this rank's experts."""
+        local = num_experts // self.ep.size()
+        return range(self.ep.rank() * local, (self.ep.rank() + 1) * local)
+
+    def device_mesh(self, group: dist.ProcessGroup) -> DeviceMesh:
+        """One of the groups as FSDP2 wants it."""
+        return DeviceMesh.from_group(group, self.device.type)
+
+
+def build_mesh(runtime: Runtime, expert_parallel: int = 1) -> Mesh:
+    """Make the groups; collective over all ranks.
+
+    :param expert_parallel: ranks over which the experts of a layer are spread.
+    :raises ConfigurationError: where it does not divide the number of ranks.
+    """
+    size, ep = runtime.world_size, expert_parallel
+    if size % ep:
+        raise ConfigurationError(f"expert_parallel = {ep} does not divide the {size} rank(s)")
+    everyone = list(range(size))
+    ep_groups = [everyone[start : start + ep] for start in range(0, size, ep)]
+    ep_dp_groups = [everyone[start::ep] for start in range(ep)]
+    return Mesh(
+        rank=runtime.rank,
+        world_size=size,
+        device=runtime.device,
+        bulk=_own_group([everyone], runtime),
+        control=_own_group([everyone], runtime),
+        ep=_own_group(ep_groups, runtime),
+        ep_dp=_own_group(ep_dp_groups, runtime),
+    )
+
+
+def _own_group(groups: list[list[int]], runtime: Runtime) -> dist.ProcessGroup:
+    """Every rank makes every group, in one order; returned is the one that it belongs to."""
+    made = [(ranks, dist.new_group(ranks, timeout=runtime.timeout)) for ranks in groups]
+    return next(group for ranks, group in made if runtime.rank in ranks)

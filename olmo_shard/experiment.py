@@ -1,0 +1,89 @@
+"""The page that tells the story: from a config to a trained model, top to bottom."""
+
+import statistics
+from pathlib import Path
+
+import torch
+from rich.console import Console as RichConsole
+
+from olmo_shard.config import Config
+from olmo_shard.data.loader import DataLoader, total_steps
+from olmo_shard.data.validation import open_validation
+from olmo_shard.distributed.environment import RankInfo
+from olmo_shard.distributed.mesh import build_mesh
+from olmo_shard.distributed.runtime import Runtime, runtime
+from olmo_shard.nn.flops import parameter_counts
+from olmo_shard.nn.transformer import Transformer
+from olmo_shard.optim.schedule import describe_schedule
+from olmo_shard.optim.sharded import DistributedOptimizer
+from olmo_shard.parallel.apply import parallelize
+from olmo_shard.train.callbacks import Callback
+from olmo_shard.train.callbacks.console import Console
+from olmo_shard.train.callbacks.jsonl import FILE, JsonLines, read_records
+from olmo_shard.train.callbacks.loss_curve import LossCurve
+from olmo_shard.train.callbacks.wandb import WandB
+from olmo_shard.train.start import check_same_config, start_from
+from olmo_shard.train.step import TrainStep
+from olmo_shard.train.trainer import Trainer
+
+
+def run(config: Config, info: RankInfo | None = None) -> None:
+    """Train as one rank; collective over all ranks of the run.
+
+    :param info: this rank; null for a run of one process.
+    """
+    with runtime(info, config.run) as rank:
+        mesh = build_mesh(rank, config.parallel.expert_parallel)
+        check_same_config(config, mesh)
+        loader = DataLoader(config, rank.rank, rank.world_size)
+        validation = open_validation(config)
+        steps = total_steps(config, loader.num_sequences)
+
+        with torch.device("meta"):
+            model = Transformer(config.model)
+        data_parallel = parallelize(model, mesh, config.parallel, config.run.seed)
+        optimizer = DistributedOptimizer(data_parallel, mesh, config.optim)
+        step = TrainStep(model, optimizer, mesh)
+
+        console = RichConsole(highlight=False, soft_wrap=True)
+        callbacks = _callbacks(config, console) if rank.rank == 0 else []
+        trainer = Trainer(config, mesh, loader, validation, step, steps, callbacks)
+        started = start_from(config, trainer, mesh)
+        lines = trainer.fit([*_describe(config, rank, loader, steps), started])
+        if rank.rank == 0:
+            Console(console).summary([*_outcome(config), *lines])
+
+
+def _callbacks(config: Config, console: RichConsole) -> list[Callback]:
+    callbacks: list[Callback] = [Console(console), JsonLines(), LossCurve()]
+    return callbacks if config.tracking.wandb == "off" else [*callbacks, WandB(console)]
+
+
+def _describe(config: Config, rank: Runtime, loader: DataLoader, steps: int) -> list[str]:
+    """What was chosen, for the log."""
+    parallel, train = config.parallel, config.train
+    counts = parameter_counts(config.model)
+    ep = parallel.expert_parallel
+    return [
+        f"model     {counts.total:,} parameters, {counts.active:,} active per token",
+        f"layout    {parallel.mode}, {rank.world_size} rank(s) = {rank.world_size // ep} ep_dp x {ep} "
+        f"ep, dispatch {parallel.dispatch_taken} ({parallel.dispatch}), {parallel.compute_dtype}, "
+        f"{rank.device.type}, {rank.threads} thread(s) a rank",
+        f"data      {loader.num_sequences:,} sequences of {config.data.sequence_length} tokens an epoch",
+        f"batch     {train.global_batch_tokens} tokens = {rank.world_size} rank(s) x "
+        f"{config.num_microbatches(rank.world_size)} micro-batch(es) x {train.micro_batch_tokens}",
+        f"schedule  {describe_schedule(config.optim.lr, steps, config.schedule)}; {steps} steps",
+    ]
+
+
+def _outcome(config: Config) -> list[tuple[str, str]]:
+    """What the run came to, from its own record."""
+    records = read_records(Path(config.run.dir) / FILE)
+    first, last = records[0], records[-1]
+    rate = statistics.median(record["tokens_per_second"] for record in records)
+    return [
+        ("first loss", f"{first['loss']:.4f} (step {first['step']})"),
+        ("last loss", f"{last['loss']:.4f} (step {last['step']})"),
+        ("tokens/s", f"{rate:,.0f} (median of all steps)"),
+        ("run directory", str(config.run.dir)),
+    ]

@@ -1,0 +1,21 @@
+"""Rotary position embedding (Su et al., 2021), in the half-split layout of Llama and OLMo."""
+
+import torch
+from torch import Tensor
+
+
+def rope_table(
+    length: int, head_dim: int, theta: float, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the angles, FP32 [length, head_dim / 2] each."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    positions = torch.arange(length, dtype=torch.float32, device=device)
+    angles = torch.outer(positions, theta**-exponents)
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(x_BHSd: Tensor, cos_Sd: Tensor, sin_Sd: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + d/2) of each head in FP32."""
+    low, high = x_BHSd.float().chunk(2, dim=-1)
+    rotated = torch.cat([low * cos_Sd - high * sin_Sd, high * cos_Sd + low * sin_Sd], dim=-1)
+    return rotated.to(x_BHSd.dtype)

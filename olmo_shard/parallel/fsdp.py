@@ -1,0 +1,144 @@
+"""Mode ``fsdp``: PyTorch FSDP2 on the same model, names, optimizer and checkpoint, for comparison.
+
+Dense parameters are sharded over all ranks, routed experts over the ranks that hold the same ones. Gradients
+are summed, never divided, and reduced in FP32; the main weights are the FP32 shards.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from olmo_shard.config import ParallelConfig
+from olmo_shard.distributed.mesh import Mesh
+from olmo_shard.nn.experts import RoutedExperts
+from olmo_shard.nn.transformer import Block
+from olmo_shard.parallel.shards import (
+    DataParallel,
+    InitialValue,
+    LogicalParameter,
+    ParameterShard,
+)
+
+
+class FullyShardedDataParallel(DataParallel):
+    """FSDP2 behind the interface of the distributed optimizer.
+
+    :param model: cut to this rank's experts already.
+    :param parameters: what ``spread_experts`` returned.
+    :param initial: the value of each parameter.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        config: ParallelConfig,
+        parameters: list[LogicalParameter],
+        initial: InitialValue,
+    ) -> None:
+        self.model = model
+        self.keeps_window = config.fsdp.reshard == "window"
+        on_meta = any(parameter.is_meta for parameter in model.parameters())
+        _fully_shard(model, mesh, config)
+        self.modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for module in self.modules:
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        if on_meta:
+            model.to_empty(device=mesh.device)
+        self.shards = []
+        for logical in parameters:
+            parameter = model.get_parameter(logical.name)
+            assert isinstance(parameter, DTensor)
+            shard = _shard(logical, parameter)
+            if on_meta and shard.main.numel():
+                _fill(shard, logical, initial(logical, parameter).flatten())
+            self.shards.append(shard)
+
+    def begin_window(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+
+    def begin_microbatch(self, *, last: bool) -> None:
+        if not self.keeps_window:
+            return
+        for module in self.modules:
+            module.set_requires_gradient_sync(last, recurse=False)
+            module.set_reshard_after_backward(last, recurse=False)
+
+    def reduce(self) -> None:
+        """FSDP2 has reduced in backward."""
+
+    def gather(self) -> None:
+        """FSDP2 gathers before each forward. Weights kept from a forward without backward are stale now."""
+        for module in self.modules:
+            module.reshard()
+
+
+def _fully_shard(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> None:
+    """Experts, then blocks, then the rest: inner modules first, as FSDP2 wants it."""
+    dtype = getattr(torch, config.compute_dtype)
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype,
+        reduce_dtype=torch.float32,
+        # Router weights and RoPE tables stay FP32 where they cross a module's border.
+        cast_forward_inputs=False,
+    )
+    reshard = config.fsdp.reshard == "forward"
+    dense, expert = mesh.device_mesh(mesh.bulk), mesh.device_mesh(mesh.ep_dp)
+    for module in model.modules():
+        if isinstance(module, RoutedExperts):
+            # With fewer experts than ranks, cut dimension 1, so that no rank is left without a shard.
+            cut = Shard(0 if module.w_down.shape[0] >= mesh.ep_dp.size() else 1)
+            fully_shard(
+                module,
+                mesh=expert,
+                mp_policy=policy,
+                reshard_after_forward=reshard,
+                shard_placement_fn=lambda _, cut=cut: cut,
+            )
+    for module in model.modules():
+        if isinstance(module, Block):
+            fully_shard(module, mesh=dense, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=dense, mp_policy=policy, reshard_after_forward=reshard)
+
+
+def _shard(logical: LogicalParameter, parameter: DTensor) -> ParameterShard:
+    local = parameter.to_local().detach()
+    assert local.is_contiguous()
+
+    def gradient() -> Tensor:
+        grad = parameter.grad
+        if grad is None:  # no micro-batch used the parameter
+            return torch.zeros_like(local).view(-1)
+        assert isinstance(grad, DTensor)
+        return grad.to_local().view(-1)
+
+    return ParameterShard(
+        name=logical.name,
+        shape=logical.shape,
+        chunks=_chunks(logical, parameter),
+        main=local.view(-1),
+        gradient=gradient,
+    )
+
+
+def _chunks(logical: LogicalParameter, parameter: DTensor) -> tuple[tuple[int, int], ...]:
+    """Ranges of this rank's shard: one if dimension 0 is cut, one an expert if dimension 1 is."""
+    (placement,) = parameter.placements
+    assert isinstance(placement, Shard)
+    mesh, shape = parameter.device_mesh, parameter.shape
+    step = -(-shape[placement.dim] // mesh.size())
+    start = min(mesh.get_local_rank() * step, shape[placement.dim])
+    length = parameter.to_local().shape[placement.dim]
+    inner = shape[placement.dim + 1 :].numel()
+    outer = range(1) if placement.dim == 0 else range(shape[0])
+    stride = shape[placement.dim :].numel()
+    base = logical.local_offset + start * inner
+    return tuple((base + index * stride, length * inner) for index in outer if length)
+
+
+def _fill(shard: ParameterShard, logical: LogicalParameter, value: Tensor) -> None:
+    base = logical.local_offset
+    parts = [value[start - base : start - base + length] for start, length in shard.chunks]
+    shard.main.copy_(torch.cat(parts))

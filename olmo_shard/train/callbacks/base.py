@@ -1,0 +1,47 @@
+"""What can be hung on a trainer. Callbacks run on rank 0 alone, so they must not communicate."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from olmo_shard.config import Config
+from olmo_shard.train.state import TrainState
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """What a callback may know of the run."""
+
+    config: Config
+    run_dir: Path
+    world_size: int
+    total_steps: int
+    state: TrainState
+    notes: list[str]
+    """Lines about what was chosen or derived: layout, schedule, where it resumed."""
+
+
+class Callback:
+    """Override what is needed."""
+
+    def on_start(self, run: RunInfo) -> None:
+        """Before the first step."""
+
+    def on_step(self, record: dict[str, Any]) -> None:
+        """After each step, with the record of metrics.jsonl."""
+
+    def on_eval(self, step: int, losses: dict[str, float]) -> None:
+        """After each evaluation, with the loss of each validation set."""
+
+    def on_checkpoint(self, path: Path) -> None:
+        """After a checkpoint has its name."""
+
+    def on_note(self, message: str) -> None:
+        """Something that a person should know: a skipped step, for one."""
+
+    def on_end(self) -> list[tuple[str, str]]:
+        """After the last step: lines for the summary, as (name, value)."""
+        return []
+
+    def on_failure(self) -> None:
+        """When an error ends the run."""

@@ -1,0 +1,91 @@
+"""What a person sees while the run goes on."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from olmo_shard.train.callbacks.base import Callback, RunInfo
+
+
+class Console(Callback):
+    """A live line on a terminal, a plain line every ``train.log_every`` steps elsewhere."""
+
+    def __init__(self, console: RichConsole | None = None) -> None:
+        self.console = console or RichConsole(highlight=False, soft_wrap=True)
+        self._progress: Progress | None = None
+        self._run: RunInfo | None = None
+        self._first_step = 0
+        self._seconds: list[float] = []
+
+    def on_start(self, run: RunInfo) -> None:
+        self._run, self._first_step = run, run.state.step
+        for note in run.notes:
+            self.console.print(note, markup=False)
+        if self.console.is_terminal:
+            columns = (
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[figures]}"),
+                TimeRemainingColumn(),
+            )
+            self._progress = Progress(*columns, console=self.console)
+            self._progress.add_task(
+                "train", total=run.total_steps, completed=run.state.step, figures=""
+            )
+            self._progress.start()
+
+    def on_step(self, record: dict[str, Any]) -> None:
+        assert self._run is not None
+        step, total = record["step"], self._run.total_steps
+        self._seconds.append(record["step_seconds"])
+        if self._progress is not None:
+            task = self._progress.task_ids[0]
+            self._progress.update(task, completed=step, figures=_figures(record))
+        elif step % self._run.config.train.log_every == 0 or step in (self._first_step + 1, total):
+            self.console.print(f"step {step}/{total}  {_figures(record)}  ETA {self._eta(step)}")
+
+    def on_eval(self, step: int, losses: dict[str, float]) -> None:
+        for name, loss in losses.items():
+            self.console.print(f"step {step}  validation {name}: loss {loss:.4f}", markup=False)
+
+    def on_checkpoint(self, path: Path) -> None:
+        self.console.print(f"checkpoint {path}", markup=False)
+
+    def on_note(self, message: str) -> None:
+        self.console.print(message, markup=False)
+
+    def on_end(self) -> list[tuple[str, str]]:
+        self._stop()
+        return []
+
+    def on_failure(self) -> None:
+        self._stop()
+
+    def summary(self, lines: list[tuple[str, str]]) -> None:
+        """Print what the run came to."""
+        width = max(len(name) for name, _ in lines)
+        self.console.print()
+        for name, value in lines:
+            self.console.print(f"{name:<{width}}  {value}", markup=False)
+
+    def _stop(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def _eta(self, step: int) -> str:
+        assert self._run is not None
+        recent = self._seconds[-20:]
+        seconds = round((self._run.total_steps - step) * sum(recent) / len(recent))
+        return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+
+
+def _figures(record: dict[str, Any]) -> str:
+    mfu = f"  mfu {record['mfu']:.1%}" if record["mfu"] is not None else ""
+    skipped = f"  skipped {record['skipped_steps']}" if record["skipped_steps"] else ""
+    return (
+        f"loss {record['loss']:.4f}  norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}  "
+        f"{record['tokens_per_second']:,.0f} tokens/s{mfu}{skipped}"
+    )

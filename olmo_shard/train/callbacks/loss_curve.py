@@ -1,0 +1,43 @@
+"""loss.png: training and validation loss over tokens, drawn at the end of a run."""
+
+from pathlib import Path
+
+from olmo_shard.train.callbacks.base import Callback, RunInfo
+from olmo_shard.train.callbacks.jsonl import EVAL_FILE, FILE, read_records
+
+PICTURE = "loss.png"
+
+
+class LossCurve(Callback):
+    def __init__(self) -> None:
+        self._run_dir: Path | None = None
+
+    def on_start(self, run: RunInfo) -> None:
+        self._run_dir = run.run_dir
+
+    def on_end(self) -> list[tuple[str, str]]:
+        assert self._run_dir is not None
+        return [("loss curve", str(draw(self._run_dir)))]
+
+
+def draw(run_dir: Path) -> Path:
+    """Draw the curves of a run's records."""
+    # Here, not at the top: matplotlib takes a second to import.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    steps, evals = read_records(run_dir / FILE), read_records(run_dir / EVAL_FILE)
+    tokens = {record["step"]: record["tokens_total"] for record in steps}
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot([r["tokens_total"] for r in steps], [r["loss"] for r in steps], lw=1, label="train")
+    for name in sorted({key for record in evals for key in record} - {"step"}):
+        points = [(tokens[r["step"]], r[name]) for r in evals if r["step"] in tokens]
+        axes.plot(*zip(*points, strict=True), "o-", ms=4, label=name)
+    axes.set(xlabel="tokens", ylabel="cross-entropy (nats)", title=run_dir.name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path = run_dir / PICTURE
+    figure.savefig(path, dpi=120)
+    return path

@@ -1,0 +1,26 @@
+"""Validation loss: the exact mean over the tokens of a set, the same on every rank."""
+
+import torch
+
+from olmo_shard.data.validation import ValidationSet
+from olmo_shard.distributed import collectives
+from olmo_shard.distributed.mesh import Mesh
+from olmo_shard.parallel.shards import DataParallel
+
+
+@torch.no_grad()
+def evaluate(
+    data_parallel: DataParallel, sets: list[ValidationSet], mesh: Mesh
+) -> dict[str, float]:
+    """Cross-entropy by set name. Neither router biases nor counts move."""
+    return {each.name: _loss(data_parallel, each, mesh) for each in sets}
+
+
+def _loss(data_parallel: DataParallel, validation: ValidationSet, mesh: Mesh) -> float:
+    total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    for batch in validation.batches(mesh.rank, mesh.world_size):
+        batch = batch.to(mesh.device)
+        output = data_parallel.model(*batch)
+        total += torch.stack([output.cross_entropy.double(), batch.num_labelled().double()])
+    collectives.all_reduce(total, mesh.control, kind="eval")
+    return float(total[0] / total[1].clamp(min=1))

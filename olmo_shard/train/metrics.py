@@ -1,0 +1,110 @@
+"""From the tensors of a step to the record that metrics.jsonl, W&B and the console share."""
+
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from olmo_shard.config import Config
+from olmo_shard.nn.flops import flops_per_token, peak_flops
+from olmo_shard.train.state import TrainState
+from olmo_shard.train.step import StepOutput
+
+Record = dict[str, Any]
+"""JSON values by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PendingStep:
+    """A step whose tensors have not been read yet."""
+
+    step: int
+    lr: float
+    output: StepOutput
+
+
+class StepMeter:
+    """Times steps and makes their records.
+
+    :param world_size: ranks, for MFU.
+    """
+
+    def __init__(self, config: Config, device: torch.device, world_size: int) -> None:
+        self.config, self.device = config, device
+        self._flops = flops_per_token(config.model, config.data.sequence_length)
+        peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        self._peak = peak * world_size if peak else None
+        self._last = time.perf_counter()
+
+    def restart(self) -> None:
+        """Leave out the time since the last record (evaluation, checkpoint)."""
+        self._last = time.perf_counter()
+
+    def record(self, pending: PendingStep, state: TrainState) -> Record:
+        """Read a step's tensors (waits for the device) and update the trainer's counters."""
+        output = pending.output
+        tokens, applied = int(output.tokens), bool(output.applied)
+        state.tokens += tokens
+        state.skipped_in_a_row = 0 if applied else state.skipped_in_a_row + 1
+        state.skipped_steps += not applied
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        rate = tokens / seconds
+        divisor = max(1, tokens)
+        return {
+            "step": pending.step,
+            "loss": float(output.cross_entropy) / divisor,
+            "grad_norm": float(output.grad_norm),
+            "lr": pending.lr,
+            "tokens": tokens,
+            "tokens_total": state.tokens,
+            "step_seconds": seconds,
+            "tokens_per_second": rate,
+            "mfu": rate * self._flops / self._peak if self._peak else None,
+            "skipped_steps": state.skipped_steps,
+            "memory_bytes": peak_memory_bytes(self.device),
+            **self._losses(output, divisor),
+            **_loads(output),
+        }
+
+    def _losses(self, output: StepOutput, divisor: int) -> Record:
+        """Auxiliary losses: raw means, and what they add to the objective."""
+        model = self.config.model
+        found: Record = {}
+        if model.z_loss_weight:
+            found["logit_z_loss"] = float(output.logit_z_loss) / divisor
+        if model.moe is None:
+            return found
+        router = model.moe.router
+        lb_loss = (output.lb_loss_L / divisor).tolist()
+        z_loss = (output.router_z_loss_L / divisor).tolist()
+        return found | {
+            "lb_loss": lb_loss,
+            "lb_loss_weighted": router.lb_loss_weight * sum(lb_loss),
+            "router_z_loss": z_loss,
+            "router_z_loss_weighted": router.z_loss_weight * sum(z_loss),
+        }
+
+
+def _loads(output: StepOutput) -> Record:
+    """Per MoE layer: the fullest expert against the mean, experts without a token, spread of the bias."""
+    counts_LE = output.counts_LE
+    if not counts_LE.numel():
+        return {}
+    mean_L = counts_LE.mean(dim=1).clamp(min=1e-9)
+    return {
+        "load_max_over_mean": (counts_LE.amax(dim=1) / mean_L).tolist(),
+        "dead_experts": (counts_LE == 0).sum(dim=1).tolist(),
+        "expert_bias_range": output.bias_range_L.tolist(),
+    }
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak of the device's allocator, or of this process's resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

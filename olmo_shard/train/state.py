@@ -1,0 +1,29 @@
+"""The trainer's own state: small, the same on every rank, kept as JSON in a checkpoint."""
+
+import hashlib
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass
+class TrainState:
+    step: int = 0
+    """Optimizer steps taken, skipped ones included."""
+    tokens: int = 0
+    """Tokens with a label trained on, over all ranks."""
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    tracker_run_id: str | None = None
+    tracker_segments: list[str] = field(default_factory=list)
+    """Folders of offline W&B segments, oldest first."""
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seed torch's generators for one step.
+
+    Random numbers of a step depend on nothing but (seed, step, rank), so a resume needs no saved generator,
+    and after a change of the number of ranks each rank simply has its own numbers again.
+    """
+    digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -1,0 +1,134 @@
+"""The training loop."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from olmo_shard.config import Config
+from olmo_shard.data.loader import DataLoader, LoaderState
+from olmo_shard.data.validation import ValidationSet
+from olmo_shard.distributed.mesh import Mesh
+from olmo_shard.errors import TrainingError
+from olmo_shard.optim.schedule import learning_rate
+from olmo_shard.train.callbacks.base import Callback, RunInfo
+from olmo_shard.train.checkpoint import Checkpointer
+from olmo_shard.train.evaluate import evaluate
+from olmo_shard.train.metrics import PendingStep, Record, StepMeter
+from olmo_shard.train.state import TrainState, seed_step
+from olmo_shard.train.step import TrainStep
+
+
+class Trainer:
+    """Runs steps until the end; evaluates, saves and reports in between.
+
+    :param callbacks: on rank 0 all of them, on other ranks none.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        loader: DataLoader,
+        validation: list[ValidationSet],
+        train_step: TrainStep,
+        total_steps: int,
+        callbacks: list[Callback],
+    ) -> None:
+        self.config, self.mesh, self.loader, self.validation = config, mesh, loader, validation
+        self.train_step, self.total_steps, self.callbacks = train_step, total_steps, callbacks
+        self.optimizer = train_step.optimizer
+        self.checkpointer = Checkpointer(self.optimizer)
+        self.state = TrainState()
+        self.meter = StepMeter(config, mesh.device, mesh.world_size)
+        self.run_dir = Path(config.run.dir)
+        self._pending: PendingStep | None = None
+
+    def fit(self, notes: list[str]) -> list[tuple[str, str]]:
+        """Train to the end; returns the lines of the summary (on rank 0)."""
+        self._notify(lambda callback: callback.on_start(self._info(notes)))
+        self.meter.restart()
+        try:
+            while self.state.step < self.total_steps:
+                self._step()
+                if self._due(self.config.eval.every):
+                    self._evaluate()
+                if self._due(self.config.checkpoint.every):
+                    self._save()
+        except BaseException:
+            self._notify(lambda callback: callback.on_failure())
+            raise
+        return [line for callback in self.callbacks for line in callback.on_end()]
+
+    def load(self, path: Path) -> None:
+        """Go on from a checkpoint; collective."""
+        saved = self.checkpointer.load(path)
+        self.state = TrainState(**saved["train"])
+        self.loader.load_state(LoaderState(**saved["loader"]))
+
+    def _step(self) -> None:
+        step = self.state.step + 1
+        seed_step(self.config.run.seed, step, self.mesh.rank)
+        lr = learning_rate(step, self.config.optim.lr, self.total_steps, self.config.schedule)
+        window = [micro_batch.to(self.mesh.device) for micro_batch in self.loader.next_window()]
+        output = self.train_step(window, lr)
+        # On a GPU the host reads a step's figures after it has queued the next one.
+        self._report()
+        self._pending = PendingStep(step=step, lr=lr, output=output)
+        self.state.step = step
+        if self.mesh.device.type == "cpu":
+            self._report()
+
+    def _report(self) -> None:
+        """Read the pending step's tensors; the only place where the loop waits for the device."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        record = self.meter.record(pending, self.state)
+        self._notify(lambda callback: callback.on_step(record))
+        if self.state.skipped_in_a_row:
+            self._explain_skip(record, pending)
+
+    def _explain_skip(self, record: Record, pending: PendingStep) -> None:
+        found = self.optimizer.first_non_finite(pending.output.squares)
+        where = f"first in {found[1]} on rank {found[0]}" if found else "in the sum over ranks"
+        message = f"step {record['step']} skipped: gradient norm {record['grad_norm']}, {where}"
+        self._notify(lambda callback: callback.on_note(message))
+        limit = self.config.train.max_skipped_steps
+        if self.state.skipped_in_a_row > limit:
+            raise TrainingError(
+                f"{message}; {self.state.skipped_in_a_row} steps in a row are more than "
+                f"train.max_skipped_steps = {limit}"
+            )
+
+    def _due(self, every: int) -> bool:
+        step = self.state.step
+        return bool(every) and (step % every == 0 or step == self.total_steps)
+
+    def _evaluate(self) -> None:
+        self._report()
+        losses = evaluate(self.optimizer.data_parallel, self.validation, self.mesh)
+        self._notify(lambda callback: callback.on_eval(self.state.step, losses))
+        self.meter.restart()
+
+    def _save(self) -> None:
+        self._report()
+        state: dict[str, Any] = {"train": asdict(self.state), "loader": asdict(self.loader.state)}
+        keep = self.config.checkpoint.keep_last
+        path = self.checkpointer.save(self.run_dir, self.state.step, state, keep)
+        self._notify(lambda callback: callback.on_checkpoint(path))
+        self.meter.restart()
+
+    def _info(self, notes: list[str]) -> RunInfo:
+        return RunInfo(
+            config=self.config,
+            run_dir=self.run_dir,
+            world_size=self.mesh.world_size,
+            total_steps=self.total_steps,
+            state=self.state,
+            notes=notes,
+        )
+
+    def _notify(self, call: Callable[[Callback], None]) -> None:
+        for callback in self.callbacks:
+            call(callback)

@@ -10,10 +10,11 @@ For each pair p = (row r, expert i) with router weight w::
 Example, D = F = e = m = 1: x = 2, w_gate_up = [[1], [3]], w_down = [[5]], w = 0.5 gives
 gate = 2, up = 6, silu(2) = 1.7616, y = 5 x 1.7616 x 6 x 0.5 = 26.42.
 
-The weight multiplies the activation, before the down-projection. So the backward needs only the rows,
-the up-projection's output and the pairs, and the router's gradient is the dot product of the activation
-with its own gradient (SonicMoE, arXiv 2512.14080, has the argument). No expanded [P, D] copy of the rows
-exists; the pairs of a row are summed in FP32 in ascending order of experts, without atomics.
+The weight multiplies the activation, before the down-projection. So the backward needs only the
+rows, the up-projection's output and the pairs, and the router's gradient is the dot product of the
+activation with its own gradient (SonicMoE, arXiv 2512.14080, has the argument). No expanded [P, D]
+copy of the rows exists; the pairs of a row are summed in FP32 in ascending order of experts,
+without atomics.
 
 Bytes moved: P x (2D + 3F) x itemsize, weights apart. FLOPs: forward 6 P D F, backward twice that.
 """

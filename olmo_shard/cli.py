@@ -3,12 +3,16 @@
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from olmo_shard import __version__
-from olmo_shard.errors import ConfigurationError, LaunchError, OlmoShardError
+from olmo_shard.errors import ConfigurationError, LaunchError, OlmoShardError, TrainingError
+
+if TYPE_CHECKING:
+    from olmo_shard.config import Config
+    from olmo_shard.distributed.environment import RankInfo
 
 app = typer.Typer(
     help="Pretrain mixture-of-experts language models.",
@@ -120,9 +124,23 @@ def train(
     for note in info.notes if info else ():
         print(note)
 
+    _run_rank(loaded, info)
+
+
+def _run_rank(config: "Config", info: "RankInfo | None") -> None:
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from olmo_shard.distributed.failure import is_lost_peer
     from olmo_shard.experiment import run
 
-    run(loaded, info)
+    try:
+        record(run)(config, info)
+    except RuntimeError as error:
+        if info is None or not is_lost_peer(str(error)):
+            raise
+        raise TrainingError(
+            f"rank {info.rank} lost a peer: {str(error).splitlines()[0]}"
+        ) from error
 
 
 @app.callback(invoke_without_command=True)
@@ -135,13 +153,11 @@ def _version(
 
 
 def main() -> None:
-    """Run a command; what a user did wrong ends in one message and exit code 2, without a traceback."""
+    """Run a command; what a user did wrong ends in one message and exit code 2, without a
+    traceback."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         app()
     except OlmoShardError as error:
-        from olmo_shard.distributed.failure import record_failure
-
-        record_failure(error, str(error))
         print(f"olmo-shard: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -66,10 +66,11 @@ def _describe(config: Config, rank: Runtime, loader: DataLoader, steps: int) -> 
     ep = parallel.expert_parallel
     return [
         f"model     {counts.total:,} parameters, {counts.active:,} active per token",
-        f"layout    {parallel.mode}, {rank.world_size} rank(s) = {rank.world_size // ep} ep_dp x {ep} "
-        f"ep, dispatch {parallel.dispatch_taken} ({parallel.dispatch}), {parallel.compute_dtype}, "
-        f"{rank.device.type}, {rank.threads} thread(s) a rank",
-        f"data      {loader.num_sequences:,} sequences of {config.data.sequence_length} tokens an epoch",
+        f"layout    {parallel.mode}, {rank.world_size} rank(s) = {rank.world_size // ep} ep_dp "
+        f"x {ep} ep, dispatch {parallel.dispatch_taken} ({parallel.dispatch}), "
+        f"{parallel.compute_dtype}, {rank.device.type}, {rank.threads} thread(s) a rank",
+        f"data      {loader.num_sequences:,} sequences of {config.data.sequence_length} tokens "
+        "an epoch",
         f"batch     {train.global_batch_tokens} tokens = {rank.world_size} rank(s) x "
         f"{config.num_microbatches(rank.world_size)} micro-batch(es) x {train.micro_batch_tokens}",
         f"schedule  {describe_schedule(config.optim.lr, steps, config.schedule)}; {steps} steps",

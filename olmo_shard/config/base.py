@@ -4,7 +4,8 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """A section of the config: unknown keys are errors, values are never coerced, nothing changes later."""
+    """A section of the config: unknown keys are errors, values are never coerced, nothing changes
+    later."""
 
     model_config = ConfigDict(
         extra="forbid",

@@ -9,7 +9,8 @@ from olmo_shard.config.base import Section
 
 class DataSource(Section):
     path: str | list[str]
-    """A folder written by ``olmo-shard prepare``, or raw token files (a path, a glob, or a list of them)."""
+    """A folder written by ``olmo-shard prepare``, or raw token files (a path, a glob, or a list of
+    them)."""
     split: Literal["train", "validation"] = "train"
     """Which part of a prepared folder to read."""
     weight: float = Field(default=1.0, gt=0)
@@ -28,7 +29,7 @@ class DataConfig(Section):
     """Tokens of a training sequence."""
     sources: list[DataSource] = Field(min_length=1)
     """Training sources, mixed by weight."""
-    validation: dict[str, DataSource] = {}
+    validation: dict[str, DataSource] = Field(default_factory=dict)
     """Named validation sets."""
     document_masking: bool = False
     """Tokens see only their own document, and labels that cross into the next one are ignored."""

@@ -73,8 +73,9 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
-        both = isinstance(below, dict) and isinstance(value, dict)
-        merged[key] = _merge(below, value) if both else value
+        if isinstance(below, dict) and isinstance(value, dict):
+            value = _merge(below, value)
+        merged[key] = value
     return merged
 
 

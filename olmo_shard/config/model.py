@@ -17,13 +17,16 @@ class RouterConfig(Section):
     scale: float = Field(default=1.0, gt=0)
     """Factor on the weights, after normalisation."""
     lb_loss_weight: float = Field(default=0.0, ge=0)
-    """Weight of the load-balancing loss of each MoE layer (1.0 at perfect balance before the weight)."""
+    """Weight of the load-balancing loss of each MoE layer (1.0 at perfect balance before the
+    weight)."""
     lb_loss_scope: Literal["global", "sequence", "micro_batch"] = "global"
-    """Over which tokens the expert fractions f are counted; ``micro_batch`` depends on the split."""
+    """Over which tokens the expert fractions f are counted; ``micro_batch`` depends on the split.
+    """
     z_loss_weight: float = Field(default=0.0, ge=0)
     """Weight of the router z-loss, logsumexp(logits) squared, of each MoE layer."""
     bias_gamma: float = Field(default=0.0, ge=0)
-    """Step of the loss-free balancing bias, added to the scores for selection only; 0 turns it off."""
+    """Step of the loss-free balancing bias, added to the scores for selection only; 0 turns it off.
+    """
 
 
 class MoEConfig(Section):

@@ -17,7 +17,7 @@ class OptimConfig(Section):
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled decay: a step multiplies decayed weights by 1 - lr x weight_decay."""
-    no_decay: list[str] = ["*norm*", "*bias", "embedding.*"]
+    no_decay: list[str] = Field(default=["*norm*", "*bias", "embedding.*"])
     """Name patterns (shell style) of parameters without decay."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Global gradient norm above which gradients are scaled down; null turns clipping off."""
@@ -25,7 +25,8 @@ class OptimConfig(Section):
 
 class ScheduleConfig(Section):
     name: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """Shape after the warm-up; ``wsd`` holds the peak and decays linearly over the last decay_steps."""
+    """Shape after the warm-up; ``wsd`` holds the peak and decays linearly over the last
+    decay_steps."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up: step s of them has lr x s / warmup_steps."""
     decay_steps: int | None = Field(default=None, gt=0)

@@ -84,7 +84,7 @@ class Config(Section):
             )
 
     def _check_expert_shards(self, ep_dp: int) -> None:
-        """FSDP2 cuts dimension 1 of the expert weights where there are fewer experts than shards."""
+        """FSDP2 cuts dimension 1 of expert weights where there are fewer experts than shards."""
         assert self.model.moe is not None
         local = self.model.moe.num_experts // self.parallel.expert_parallel
         widths = {"2 x moe.hidden": 2 * self.model.moe.hidden, "d_model": self.model.d_model}

@@ -61,7 +61,8 @@ def find_files(sources: list[str], text_field: str) -> list[InputFile]:
 
 
 def standard_library_files() -> list[InputFile]:
-    """The sources of the running interpreter's standard library, tests left out: about 13 MB of text."""
+    """The sources of the running interpreter's standard library, tests left out: about 13 MB of
+    text."""
     library = Path(sysconfig.get_paths()["stdlib"])
     paths = [path for path in _walk(library, _NOT_LIBRARY) if path.suffix == ".py"]
     return [InputFile(path=path, text_field="") for path in paths]
@@ -139,5 +140,5 @@ def _optional(module: str, path: Path) -> Any:
         return import_module(module)
     except ModuleNotFoundError as error:
         raise DataError(
-            f"{path}: reading it needs {error.name}; install the extra: pip install 'olmo-shard[data]'"
+            f"{path}: reading it needs {error.name}: pip install 'olmo-shard[data]'"
         ) from error

@@ -1,9 +1,10 @@
 """Batches: a rank's share of every global batch, in an order that no layout changes.
 
-The stream of sequences is a function of the seed alone: sources take turns so that each always has the share
-its weight says (the one furthest behind is next; ties go to the first), and each source runs through shuffled
-epochs of its own. Global batch t is the t-th group of sequences of that stream; rank r takes the r-th equal
-part of it. So the number of ranks and the micro-batch size change nothing but who computes what.
+The stream of sequences is a function of the seed alone: sources take turns so that each always has
+the share its weight says (the one furthest behind is next; ties go to the first), and each source
+runs through shuffled epochs of its own. Global batch t is the t-th group of sequences of that
+stream; rank r takes the r-th equal part of it. So the number of ranks and the micro-batch size
+change nothing but who computes what.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from olmo_shard.config import Config
-from olmo_shard.data.source import SequenceSource, open_sources, source_seed
+from olmo_shard.data.source import open_sources, source_seed
 from olmo_shard.errors import CheckpointError, ConfigurationError
 from olmo_shard.nn.losses import IGNORE_INDEX
 
@@ -107,8 +108,8 @@ class DataLoader:
 def make_microbatch(sequences: list[np.ndarray], eos_ids: list[int | None]) -> MicroBatch:
     """Stack sequences of S + 1 ids.
 
-    :param eos_ids: of each sequence, the id that ends a document where documents are masked, else null.
-        A token that ends a document has no label: what follows is another document.
+    :param eos_ids: of each sequence, the id that ends a document where documents are masked, else
+        null. A token that ends a document has no label: what follows is another document.
     """
     ids = torch.from_numpy(np.stack(sequences))
     tokens_BS, labels_BS = ids[:, :-1].contiguous(), ids[:, 1:].clone()

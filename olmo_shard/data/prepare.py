@@ -1,7 +1,8 @@
 """``olmo-shard prepare``: from text to token files.
 
-The output folder holds train.bin and validation.bin (flat ids in the narrowest unsigned type that holds the
-vocabulary, every document ended by EOS), tokenizer.json and meta.json. It appears all at once, when complete.
+The output folder holds train.bin and validation.bin (flat ids in the narrowest unsigned type that
+holds the vocabulary, every document ended by EOS), tokenizer.json and meta.json. It appears all at
+once, when complete.
 """
 
 import hashlib

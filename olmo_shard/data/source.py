@@ -10,7 +10,8 @@ from olmo_shard.errors import DataError
 
 
 class SequenceSource:
-    """Sequences of length + 1 ids: the last one is only a label, and the next sequence starts with it.
+    """Sequences of length + 1 ids: the last one is only a label, and the next sequence starts with
+    it.
 
     A sequence never crosses a file's end; what is left over there is not used.
 

@@ -1,6 +1,8 @@
-"""Flat token files: little-endian unsigned ids, nothing else. And the meta.json beside prepared ones.
+"""Flat token files: little-endian unsigned ids, nothing else. And the meta.json beside prepared
+ones.
 
-OLMo-core and dolma write the same files (often with the ending .npy, although they have no NumPy header).
+OLMo-core and dolma write the same files (often with the ending .npy, although they have no NumPy
+header).
 """
 
 import hashlib
@@ -91,7 +93,7 @@ class TokenFile:
         with self.path.open("rb") as file:
             head = file.read(_HEAD_BYTES)
         if head.startswith(b"\x93NUMPY"):
-            return f"{self.path}: has a NumPy header; flat ids are needed (write them with array.tofile)"
+            return f"{self.path}: has a NumPy header; flat ids are needed (array.tofile)"
         if self.dtype == np.uint16 and len(head) == _HEAD_BYTES:
             ids = np.frombuffer(head, dtype=self.dtype)
             if not ids[1::2].any() and ids[::2].any():

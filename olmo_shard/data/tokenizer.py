@@ -10,7 +10,8 @@ from olmo_shard.errors import DataError
 EOS = "<|endoftext|>"
 _EOS_NAMES = (EOS, "</s>", "<eos>", "<|end_of_text|>", "[EOS]")
 _TRAINING_CHARACTERS = 4_000_000
-"""BPE is trained on a sample of this size: more changes an 8k vocabulary little and takes longer."""
+"""BPE is trained on a sample of this size: more changes an 8k vocabulary little and takes longer.
+"""
 
 
 def train_bpe(documents: Iterator[str], vocab_size: int) -> Tokenizer:
@@ -57,7 +58,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     # The Rust library raises bare Exceptions.
     try:
         return Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         raise DataError(f"--tokenizer {path}: not a tokenizer.json: {error}") from error
 
 

@@ -1,8 +1,8 @@
 """The two exchanges of expert parallelism, and their autograd.
 
-[Note: four exchanges]
-*Outward* moves rows from the ranks of their tokens (sources) to the ranks of their experts (owners);
-*inward* moves rows back to where they came from, at the same positions. A layer needs four, the minimum:
+[Note: four exchanges] *Outward* moves rows from the ranks of their tokens (sources) to the ranks of
+their experts (owners); *inward* moves rows back to where they came from, at the same positions. A
+layer needs four, the minimum:
 
     forward   dispatch: outward (rows, router weights, expert numbers)
               combine:  inward  (one pre-summed row for each row received)
@@ -11,9 +11,9 @@
 
 Each exchange is two autograd nodes, start and finish. Whatever the model computes between them (the
 shared experts) is also between them in backward, since the engine runs nodes in reverse order of
-creation. A node pair is joined by an empty tensor: it carries no data, only the order. The nodes save
-no tensors, so a recompute (activation checkpointing) never falls inside an exchange: at most one is
-outstanding at any time, which every dispatcher asserts.
+creation. A node pair is joined by an empty tensor: it carries no data, only the order. The nodes
+save no tensors, so a recompute (activation checkpointing) never falls inside an exchange: at most
+one is outstanding at any time, which every dispatcher asserts.
 """
 
 from dataclasses import dataclass
@@ -120,7 +120,8 @@ class _CombineFinish(torch.autograd.Function):
 
 
 def _sum_rows(rows_SD: Tensor, handle: DispatchHandle) -> Tensor:
-    """Add the rows of a token over the ranks, in FP32 and in rank order (a token has one row a rank)."""
+    """Add the rows of a token over the ranks, in FP32 and in rank order (a token has one row a
+    rank)."""
     plan = handle.plan
     shape = (plan.num_tokens, rows_SD.shape[1])
     out_TD = torch.zeros(shape, dtype=torch.float32, device=rows_SD.device)

@@ -1,4 +1,5 @@
-"""The collectives in one spelling for gloo and NCCL and for every supported torch, with their cost counted.
+"""The collectives in one spelling for gloo and NCCL and for every supported torch, with their cost
+counted.
 
 Gradients are always summed, never averaged. A group of one communicates nothing and counts nothing.
 """
@@ -71,7 +72,7 @@ def reduce_scatter(output: Tensor, flat: Tensor, group: dist.ProcessGroup, *, ki
 
 
 def all_gather(flat: Tensor, own: Tensor, group: dist.ProcessGroup, *, kind: str) -> None:
-    """Fill ``flat`` [n] with the slices ``own`` [n / W] of all ranks; ``own`` may be a view of it."""
+    """Fill ``flat`` [n] with the slices ``own`` [n / W] of all ranks; it may be a view of it."""
     if group.size() == 1:
         if own.data_ptr() != flat.data_ptr():
             flat.copy_(own)
@@ -110,7 +111,8 @@ def all_to_all_start(
 
 
 def gather_objects(value: object, group: dist.ProcessGroup) -> list[object]:
-    """The picklable ``value`` of every rank, on every rank. For set-up and errors, not for the step."""
+    """The picklable ``value`` of every rank, on every rank. For set-up and errors, not for the
+    step."""
     values: list[object] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values

@@ -16,7 +16,8 @@ class RankInfo:
     rank: int
     world_size: int
     local_rank: int | None
-    """Rank on this host; null if the launcher does not say (then it is found by comparing host names)."""
+    """Rank on this host; null if the launcher does not say (then it is found by comparing host
+    names)."""
     local_world_size: int | None
     master_addr: str
     master_port: int
@@ -32,8 +33,8 @@ SINGLE = RankInfo(
 def rank_from_environment(environ: Mapping[str, str] = os.environ) -> RankInfo | None:
     """Read the launcher's variables.
 
-    RANK, WORLD_SIZE, MASTER_ADDR (torchrun and most others) win over SLURM's, since torchrun itself is
-    often started by srun.
+    RANK, WORLD_SIZE, MASTER_ADDR (torchrun and most others) win over SLURM's, since torchrun itself
+    is often started by srun.
 
     :returns: null where no launcher is at work.
     :raises LaunchError: naming the variables that are missing or contradict each other.

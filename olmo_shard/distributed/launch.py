@@ -8,17 +8,20 @@ import tempfile
 import time
 from pathlib import Path
 
-from olmo_shard.distributed.failure import ERROR_FILE, Failure, read_failure
+from olmo_shard.distributed.failure import ERROR_FILE, first_cause, read_failure
 
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 5.0
+"""Between the polite and the final signal."""
+_SETTLE_SECONDS = 1.0
+"""After a first failure, for the rank that caused it to end too."""
 
 
 def launch_local(arguments: list[str], nproc: int) -> int:
     """Run ``python -m olmo_shard ARGUMENTS`` as ranks 0 to nproc - 1 on this host.
 
-    The port is a free one, and this process serves the store on it, so two jobs never meet. If a rank
-    fails the others are ended, and the first cause is printed last.
+    The port is a free one, and this process serves the store on it, so two jobs never meet. If a
+    rank fails the others are ended, and the first cause is printed last.
 
     :returns: exit code: 0, or that of the rank that failed first.
     """
@@ -43,8 +46,8 @@ def launch_local(arguments: list[str], nproc: int) -> int:
         ]
     if not failures:
         return 0
-    first = min(failures, key=lambda failure: failure.timestamp)
-    _report(first, nproc)
+    first = first_cause(failures)
+    print(f"rank {first.rank} of {nproc} failed first: {first.message}", file=sys.stderr)
     return first.exit_code if first.exit_code > 0 else 128 - first.exit_code
 
 
@@ -67,10 +70,17 @@ def _start(
 def _watch(ranks: list[subprocess.Popen[bytes]]) -> dict[int, int]:
     """Wait until all ranks end well, or one fails: exit codes of those that have ended."""
     while True:
-        codes = {rank: p.returncode for rank, p in enumerate(ranks) if p.poll() is not None}
-        if len(codes) == len(ranks) or any(codes.values()):
+        codes = _ended(ranks)
+        if any(codes.values()):
+            time.sleep(_SETTLE_SECONDS)
+            return _ended(ranks)
+        if len(codes) == len(ranks):
             return codes
         time.sleep(_POLL_SECONDS)
+
+
+def _ended(ranks: list[subprocess.Popen[bytes]]) -> dict[int, int]:
+    return {rank: p.returncode for rank, p in enumerate(ranks) if p.poll() is not None}
 
 
 def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
@@ -84,8 +94,3 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def _report(first: Failure, nproc: int) -> None:
-    if nproc > 1:
-        print(f"rank {first.rank} of {nproc} failed first: {first.message}", file=sys.stderr)

@@ -1,15 +1,15 @@
 """The process groups of a run; nothing else makes any.
 
-N ranks. Dense parameters belong to all of them. For experts the same ranks are seen as ``ep_dp x ep`` with
-``ep`` innermost, so that neighbours form a group and a node is filled first:
+N ranks. Dense parameters belong to all of them. For experts the same ranks are seen as ``ep_dp x
+ep`` with ``ep`` innermost, so that neighbours form a group and a node is filled first:
 
     N = 8, ep = 4:   ep groups     [0 1 2 3] [4 5 6 7]        exchange token rows
-                     ep_dp groups  [0 4] [1 5] [2 6] [3 7]    hold the same experts, reduce their gradients
+                     ep_dp groups  [0 4] [1 5] [2 6] [3 7]    hold the same experts, reduce their
+                     gradients
 
-[Note: four groups]
-Bulk transfers, scalars and token rows each get a group of their own, and the default group is never used:
-collectives of one group run in order, so a scalar would wait behind a dozen pending gathers, and a
-different order on two ranks would abort the process.
+[Note: four groups] Bulk transfers, scalars and token rows each get a group of their own, and the
+default group is never used: collectives of one group run in order, so a scalar would wait behind a
+dozen pending gathers, and a different order on two ranks would abort the process.
 """
 
 from dataclasses import dataclass
@@ -76,4 +76,6 @@ def build_mesh(runtime: Runtime, expert_parallel: int = 1) -> Mesh:
 def _own_group(groups: list[list[int]], runtime: Runtime) -> dist.ProcessGroup:
     """Every rank makes every group, in one order; returned is the one that it belongs to."""
     made = [(ranks, dist.new_group(ranks, timeout=runtime.timeout)) for ranks in groups]
-    return next(group for ranks, group in made if runtime.rank in ranks)
+    mine = next(group for ranks, group in made if runtime.rank in ranks)
+    assert isinstance(mine, dist.ProcessGroup)
+    return mine

@@ -67,7 +67,7 @@ def runtime(info: RankInfo | None = None, run: RunConfig | None = None) -> Itera
             threads=threads,
         )
     finally:
-        # A rank that failed leaves at once, too: its peers then see a closed connection, not a timeout.
+        # A rank that failed leaves at once, too: its peers see a closed connection, no timeout.
         dist.destroy_process_group()
 
 

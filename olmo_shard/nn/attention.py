@@ -1,6 +1,7 @@
 """Grouped-query causal self-attention.
 
-Shape letters: B sequences, S positions, H query heads, G key and value heads, d head width, D model width.
+Shape letters: B sequences, S positions, H query heads, G key and value heads, d head width, D model
+width.
 """
 
 from typing import NamedTuple

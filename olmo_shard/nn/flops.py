@@ -42,8 +42,8 @@ def parameter_counts(config: ModelConfig) -> ParameterCounts:
 def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     """Forward and backward FLOPs of a token, without any recompute.
 
-    6 for each active parameter that multiplies (the embedding table does not, the head does), and
-    6 x layers x S x heads x head_dim for causal attention, which computes half of the S x S products.
+    6 for each active parameter that multiplies (the embedding table does not, the head does), and 6
+    x layers x S x heads x head_dim for causal attention, which computes half of the S x S products.
     (PaLM's appendix B, arXiv 2204.02311, with the causal half.)
     """
     active = parameter_counts(config).active
@@ -53,5 +53,6 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a device, null if it is not in the table: no MFU rather than a wrong one."""
+    """Dense bf16 FLOP/s of a device, null if it is not in the table: no MFU rather than a wrong
+    one."""
     return next((peak for part, peak in _PEAK_FLOPS.items() if part in device_name), None)

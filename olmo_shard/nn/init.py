@@ -1,8 +1,9 @@
 """Initial weights that do not depend on the layout.
 
-Every parameter has a generator of its own, seeded by (run seed, parameter name), and routed experts one
-by (run seed, parameter name, global expert id). So a rank draws only what it keeps, and a model comes out
-the same for every world size, EP degree and mode. Drawn on the CPU, so it is also the same on every device.
+Every parameter has a generator of its own, seeded by (run seed, parameter name), and routed experts
+one by (run seed, parameter name, global expert id). So a rank draws only what it keeps, and a model
+comes out the same for every world size, EP degree and mode. Drawn on the CPU, so it is also the
+same on every device.
 """
 
 import hashlib
@@ -21,8 +22,8 @@ def initial_tensor(
 ) -> Tensor:
     """FP32 initial value of a parameter on the CPU.
 
-    Norm weights are one; all else is normal with ``init_std``, divided by sqrt(2 n_layers) where the
-    output is added to the residual stream (GPT-2).
+    Norm weights are one; all else is normal with ``init_std``, divided by sqrt(2 n_layers) where
+    the output is added to the residual stream (GPT-2).
 
     :param name: the parameter's name in the model.
     :param shape: its shape; the first dimension counts ``experts`` where they are given.

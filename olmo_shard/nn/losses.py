@@ -27,8 +27,8 @@ def head_losses(
 ) -> HeadLosses:
     """Cross-entropy and z-loss (PaLM, arXiv 2204.02311) of the logits h w^T, in FP32.
 
-    The gradients are computed in the forward, chunk by chunk, since logits would otherwise be kept or
-    computed twice: at most [C, V] FP32 exist at one time.
+    The gradients are computed in the forward, chunk by chunk, since logits would otherwise be kept
+    or computed twice: at most [C, V] FP32 exist at one time.
 
     :param h_TD: hidden states after the last norm.
     :param labels_T: int64, ``IGNORE_INDEX`` where a token has no label.

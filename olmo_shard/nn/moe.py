@@ -1,6 +1,5 @@
 """The mixture-of-experts layer: route, dispatch, run experts, combine."""
 
-import torch
 from torch import Tensor, nn
 
 from olmo_shard.config import ModelConfig
@@ -27,8 +26,6 @@ class MoE(nn.Module):
         )
         self.dispatcher: TokenDispatcher = LocalDispatcher(moe.num_experts)
 
-    # Sizes depend on the routing, so torch.compile would recompile with each batch.
-    @torch.compiler.disable
     def forward(self, x_BSD: Tensor, labelled_BS: Tensor) -> tuple[Tensor, RouterStats]:
         routing, stats = self.router(x_BSD, labelled_BS)
         flight = self.dispatcher.start(x_BSD.flatten(0, 1), *routing)

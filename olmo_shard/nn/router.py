@@ -2,18 +2,19 @@
 
 Shape letters: T tokens, E experts, K top-k, B sequences.
 
-[Note: balance]
-The load-balancing loss of a layer is the Switch form E x sum_e f_e P_e: f_e is the fraction of routes
-(T x K of them, so f sums to 1) that expert e got, P_e the mean probability. At perfect balance it is
-1.0, whatever E and K. It is not linear in the batch, so its scope is part of its definition:
+[Note: balance] The load-balancing loss of a layer is the Switch form E x sum_e f_e P_e: f_e is the
+fraction of routes (T x K of them, so f sums to 1) that expert e got, P_e the mean probability. At
+perfect balance it is 1.0, whatever E and K. It is not linear in the batch, so its scope is part of
+its definition:
 
-- ``global``: f from the whole global batch of the step before. Linear in the tokens at hand, hence the
-  same for every micro-batch size, number of ranks and EP degree. At step 1, f = 1/E: no gradient.
+- ``global``: f from the whole global batch of the step before. Linear in the tokens at hand, hence
+  the same for every micro-batch size, number of ranks and EP degree. At step 1, f = 1/E: no
+  gradient.
 - ``sequence``: f and P within each sequence.
 - ``micro_batch``: f and P within the micro-batch. It depends on how the batch is split.
 
-Only tokens with a label count, in losses and loads. All losses are sums over tokens: the caller divides
-by the tokens of the whole accumulation window, as it does the cross-entropy.
+Only tokens with a label count, in losses and loads. All losses are sums over tokens: the caller
+divides by the tokens of the whole accumulation window, as it does the cross-entropy.
 """
 
 from typing import NamedTuple
@@ -81,7 +82,7 @@ class Router(nn.Module):
         selection_TE = scores_TE.detach() + self.expert_bias
 
         def choose() -> Tensor:
-            # Stable, so ties go to the lowest id on every device, and a NaN still gives distinct ids.
+            # Stable: ties go to the lowest id on every device, and a NaN still gives distinct ids.
             order_TE = torch.sort(selection_TE, dim=-1, descending=True, stable=True).indices
             return order_TE[:, : self.top_k].contiguous()
 
@@ -111,7 +112,7 @@ class Router(nn.Module):
     def _load_balancing_loss(
         self, probs_TE: Tensor, routes_TE: Tensor, labelled_BS: Tensor
     ) -> Tensor:
-        """See [Note: balance]. ``probs_TE`` and ``routes_TE`` are zero where a token has no label."""
+        """See [Note: balance]. Both arguments [T, E] are zero where a token has no label."""
         scope = self.config.lb_loss_scope
         if scope == "global":
             total = self.lagged_counts.sum()
@@ -129,8 +130,8 @@ class Router(nn.Module):
 def update_after_step(routers: list[Router], counts_LE: Tensor, applied: Tensor) -> None:
     """Loss-free balancing (Wang et al., 2024, arXiv 2408.15664) and the lagged counts.
 
-    The bias moves by ``bias_gamma`` towards the mean load, then its mean is taken off. Equal on every
-    rank, since the counts are. Nothing moves in a skipped step.
+    The bias moves by ``bias_gamma`` towards the mean load, then its mean is taken off. Equal on
+    every rank, since the counts are. Nothing moves in a skipped step.
 
     :param counts_LE: [layers, E] routes of the whole global batch.
     :param applied: boolean scalar, false if the step was skipped.

@@ -92,7 +92,8 @@ class Transformer(nn.Module):
 
         :param tokens_BS: int64 ids.
         :param labels_BS: int64 ids to predict, ``IGNORE_INDEX`` where there is none.
-        :param documents_BS: number of each token's document; tokens see only their own. Null: one document.
+        :param documents_BS: number of each token's document; tokens see only their own. Null: one
+            document.
         """
         labelled_BS = labels_BS != IGNORE_INDEX
         h_BSD, stats = self._hidden(tokens_BS, labelled_BS, documents_BS)

@@ -1,7 +1,7 @@
 """One step of AdamW and of SGD as pure functions over lists of FP32 tensors.
 
-Scalars that are known only after the gradients were reduced (the clip divisor, whether the norm is finite)
-stay on the device, so that a step needs no host sync.
+Scalars that are known only after the gradients were reduced (the clip divisor, whether the norm is
+finite) stay on the device, so that a step needs no host sync.
 """
 
 from dataclasses import dataclass

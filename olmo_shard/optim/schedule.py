@@ -9,8 +9,8 @@ def learning_rate(step: int, peak: float, total_steps: int, config: ScheduleConf
     """Learning rate of a step.
 
     :param step: 1 for the first optimizer step. Skipped steps count.
-    :param total_steps: the run's last step; ``schedule.total_steps`` wins where it is set. After it the rate
-        stays at its last value.
+    :param total_steps: the run's last step; ``schedule.total_steps`` wins where it is set. After it
+        the rate stays at its last value.
     """
     warmup = config.warmup_steps
     if step <= warmup:

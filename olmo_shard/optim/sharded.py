@@ -1,15 +1,15 @@
 """The distributed optimizer: FP32 main weights and moments, each element on one rank of the world.
 
 [Note: phases]
-    reduce   sum the window's gradients over the ranks; each rank gets the slices that it owns
-    norm     one all-reduce of one FP64 vector: the squares of the owned gradients, and whatever else the
+    reduce   sum the window's gradients over the ranks; each rank gets the slices that it owns norm
+    one all-reduce of one FP64 vector: the squares of the owned gradients, and whatever else the
              step needs from all ranks (losses, expert counts)
     step     clip, decide whether to skip, update the own main weights
     gather   bring the new weights of all ranks into every model
 
-Both modes go through the same phases; in ``fsdp`` reduce and gather happen inside backward and forward.
-Gradients are sums over the window's tokens divided by their global number, so no factor of world size, EP
-degree or accumulation appears anywhere.
+Both modes go through the same phases; in ``fsdp`` reduce and gather happen inside backward and
+forward. Gradients are sums over the window's tokens divided by their global number, so no factor of
+world size, EP degree or accumulation appears anywhere.
 """
 
 from fnmatch import fnmatchcase
@@ -100,7 +100,8 @@ class DistributedOptimizer:
                 )
 
     def first_non_finite(self, squares: Tensor) -> tuple[int, str] | None:
-        """Rank and parameter that first held a non-finite gradient; collective, after a skipped step.
+        """Rank and parameter that first held a non-finite gradient; collective, after a skipped
+        step.
 
         :param squares: of that step's result.
         """

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from olmo_shard.config import ParallelConfig
 from olmo_shard.distributed.mesh import Mesh
 from olmo_shard.nn.init import initial_tensor
+from olmo_shard.nn.moe import MoE
 from olmo_shard.nn.recompute import checkpointed
 from olmo_shard.nn.transformer import Block, Transformer
 from olmo_shard.parallel.ddp import DistributedDataParallel
@@ -19,8 +20,8 @@ def parallelize(
 ) -> DataParallel:
     """Spread a model over the ranks of a mesh; collective over all ranks.
 
-    :param model: built on the meta device, then its weights are drawn from ``seed``, each rank drawing only
-        what it keeps; or with real weights, equal on all ranks, which are kept.
+    :param model: built on the meta device, then its weights are drawn from ``seed``, each rank
+        drawing only what it keeps; or with real weights, equal on all ranks, which are kept.
     :param mesh: made with the same ``expert_parallel`` as the config's.
     :param seed: of the initial weights.
     """
@@ -57,6 +58,9 @@ def _wrap_forwards(model: nn.Module, config: ParallelConfig) -> None:
         if not isinstance(block, Block):
             continue
         if config.compile:
+            if isinstance(block.feed_forward, MoE):
+                # Sizes depend on the routing: compiled, they would be compiled again and again.
+                block.feed_forward.forward = torch.compiler.disable(block.feed_forward.forward)
             block.forward = torch.compile(block.forward)
         if config.activation_checkpointing == "full":
             block.forward = checkpointed(block.forward)

@@ -1,12 +1,14 @@
 """The flat layout of a class of parameters: pure arithmetic.
 
-A class is all parameters that are reduced over the same group in the same type. Its flat space holds them
-in reverse order of definition (roughly the order in which backward finishes them), each start aligned,
-cut in buckets of whole parameters. A bucket is padded so that it splits into equal slices, one for each rank
-of the group, with no regard for parameter borders: so nothing is ever replicated because it did not divide,
-and a slice is at once the output of reduce-scatter, the input of the optimizer and the input of all-gather.
+A class is all parameters that are reduced over the same group in the same type. Its flat space
+holds them in reverse order of definition (roughly the order in which backward finishes them), each
+start aligned, cut in buckets of whole parameters. A bucket is padded so that it splits into equal
+slices, one for each rank of the group, with no regard for parameter borders: so nothing is ever
+replicated because it did not divide, and a slice is at once the output of reduce-scatter, the input
+of the optimizer and the input of all-gather.
 
-Example: group of 2, a cap of 300 elements, parameters a (100), b (200), c (70) in order of definition::
+Example: group of 2, a cap of 300 elements, parameters a (100), b (200), c (70) in order of
+definition::
 
     bucket 0  [0, 384)    c at 0, b at 128 .. 328 (c ends at 70, the next multiple of 64 is 128)
     bucket 1  [384, 512)  a at 384 .. 484

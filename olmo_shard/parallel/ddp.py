@@ -1,9 +1,9 @@
 """Mode ``ddp``: whole dense weights on every rank, flat buckets, one reduction per window.
 
-Each class of parameters (dense: all ranks; experts: the ranks that hold the same ones) has two flat buffers,
-the weights in compute precision and the gradients in FP32. Parameters and their gradients are views of them.
-Backward accumulates straight into the FP32 buffer; nothing is allocated in a steady state but one bucket of
-staging on gloo.
+Each class of parameters (dense: all ranks; experts: the ranks that hold the same ones) has two flat
+buffers, the weights in compute precision and the gradients in FP32. Parameters and their gradients
+are views of them. Backward accumulates straight into the FP32 buffer; nothing is allocated in a
+steady state but one bucket of staging on gloo.
 """
 
 import torch
@@ -92,7 +92,8 @@ class FlatSpace:
         self.grads = torch.zeros(length, dtype=torch.float32, device=device)
         """FP32; each gradient is a view."""
         self.mains = [self._main(bucket) for bucket in self.buckets]
-        """FP32 main weights of the own slice of each bucket; with FP32 compute, views of ``weights``."""
+        """FP32 main weights of the own slice of each bucket; with FP32 compute, views of
+        ``weights``."""
         for bucket in self.buckets:
             self._move_in(model, bucket, initial)
         self.shards = [
@@ -168,6 +169,7 @@ def _accumulate_into(parameter: nn.Parameter, gradient: Tensor) -> None:
         return
 
     def add(param: Tensor) -> None:
+        assert param.grad is not None
         gradient.add_(param.grad)
         param.grad = None
 

@@ -18,8 +18,9 @@ def spread_experts(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> list
 
     Works on the meta device and on real weights.
 
-    :returns: all parameters of the model, in order of definition, with their logical shapes. Which ones are
-        experts follows from the modules that own them, not from a mark that a cast could lose.
+    :returns: all parameters of the model, in order of definition, with their logical shapes. Which
+        ones are experts follows from the modules that own them, not from a mark that a cast could
+        lose.
     """
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     dispatcher: TokenDispatcher | None = None

@@ -1,7 +1,7 @@
 """Mode ``fsdp``: PyTorch FSDP2 on the same model, names, optimizer and checkpoint, for comparison.
 
-Dense parameters are sharded over all ranks, routed experts over the ranks that hold the same ones. Gradients
-are summed, never divided, and reduced in FP32; the main weights are the FP32 shards.
+Dense parameters are sharded over all ranks, routed experts over the ranks that hold the same ones.
+Gradients are summed, never divided, and reduced in FP32; the main weights are the FP32 shards.
 """
 
 import torch
@@ -70,7 +70,8 @@ class FullyShardedDataParallel(DataParallel):
         """FSDP2 has reduced in backward."""
 
     def gather(self) -> None:
-        """FSDP2 gathers before each forward. Weights kept from a forward without backward are stale now."""
+        """FSDP2 gathers before each forward. Weights kept from a forward without backward are stale
+        now."""
         for module in self.modules:
             module.reshard()
 
@@ -88,7 +89,7 @@ def _fully_shard(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> None:
     dense, expert = mesh.device_mesh(mesh.bulk), mesh.device_mesh(mesh.ep_dp)
     for module in model.modules():
         if isinstance(module, RoutedExperts):
-            # With fewer experts than ranks, cut dimension 1, so that no rank is left without a shard.
+            # With fewer experts than ranks, cut dimension 1, so that each rank has a shard.
             cut = Shard(0 if module.w_down.shape[0] >= mesh.ep_dp.size() else 1)
             fully_shard(
                 module,

@@ -1,7 +1,7 @@
 """What the optimizer and the checkpoint see of a model, whatever the mode.
 
-A shard of anything is a set of contiguous ranges of a flattened logical tensor. That is true of slices of
-buckets, of FSDP2's shards, and of stacked experts spread over ranks.
+A shard of anything is a set of contiguous ranges of a flattened logical tensor. That is true of
+slices of buckets, of FSDP2's shards, and of stacked experts spread over ranks.
 """
 
 from abc import ABC, abstractmethod
@@ -30,7 +30,8 @@ class LogicalParameter:
 
 
 InitialValue = Callable[[LogicalParameter, Tensor], Tensor]
-"""The FP32 value of a rank's tensor, given its description and the tensor itself (which may be on meta)."""
+"""The FP32 value of a rank's tensor, given its description and the tensor itself (which may be on
+meta)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +52,8 @@ class ParameterShard:
 class DataParallel(ABC):
     """A model whose gradients are summed over the ranks and whose main weights are sharded.
 
-    One step: ``begin_window``; for each micro-batch ``begin_microbatch``, forward, backward; then the phases
-    ``reduce``, norm, step (both in the optimizer), ``gather``.
+    One step: ``begin_window``; for each micro-batch ``begin_microbatch``, forward, backward; then
+    the phases ``reduce``, norm, step (both in the optimizer), ``gather``.
     """
 
     model: nn.Module

@@ -14,7 +14,8 @@ from olmo_shard.train.checkpoint_folder import read_state
 from olmo_shard.train.start import check_something_left, choose_checkpoint
 
 SCAN_LIMIT_BYTES = 4 * 2**30
-"""``train`` reads all ids of this much data before it starts; of more, ids are checked as they are read."""
+"""``train`` reads all ids of this much data before it starts; of more, ids are checked as they are
+read."""
 
 
 def preflight(config: Config, world_size: int) -> list[TokenFile]:
@@ -40,7 +41,8 @@ def preflight(config: Config, world_size: int) -> list[TokenFile]:
 def scan(files: list[TokenFile], vocab_size: int) -> None:
     """Read every id and checksum.
 
-    :raises DataError: naming each file with an id outside the vocabulary, or changed since it was written.
+    :raises DataError: naming each file with an id outside the vocabulary, or changed since it was
+        written.
     """
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:

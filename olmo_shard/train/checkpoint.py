@@ -1,10 +1,10 @@
 """Checkpoints that any mode, world size and EP degree reads.
 
-[Note: logical tensors]
-Every parameter is stored as its FP32 main weight and, with Adam, both moments, under a name without any
-wrapper's prefix, as a 1-D tensor of the parameter's size over the whole run (routed experts under global
-ids). Each rank writes and reads the ranges that it owns. torch's distributed checkpoint (DCP) finds out which
-ranges lie in which file. Router buffers are stored whole.
+[Note: logical tensors] Every parameter is stored as its FP32 main weight and, with Adam, both
+moments, under a name without any wrapper's prefix, as a 1-D tensor of the parameter's size over the
+whole run (routed experts under global ids). Each rank writes and reads the ranges that it owns.
+torch's distributed checkpoint (DCP) finds out which ranges lie in which file. Router buffers are
+stored whole.
 """
 
 from pathlib import Path

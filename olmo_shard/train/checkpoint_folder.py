@@ -38,7 +38,8 @@ def begin(final: Path) -> Path:
 
 
 def commit(partial: Path, final: Path, state: dict[str, Any]) -> None:
-    """Write the state and give the folder its name. A kill at any instant leaves a complete checkpoint."""
+    """Write the state and give the folder its name. A kill at any instant leaves a complete
+    checkpoint."""
     path = partial / STATE
     with path.open("w", encoding="utf-8") as file:
         json.dump({"format": FORMAT, **state}, file, indent=2)

@@ -90,7 +90,8 @@ class StepMeter:
 
 
 def _loads(output: StepOutput) -> Record:
-    """Per MoE layer: the fullest expert against the mean, experts without a token, spread of the bias."""
+    """Per MoE layer: the fullest expert against the mean, experts without a token, spread of the
+    bias."""
     counts_LE = output.counts_LE
     if not counts_LE.numel():
         return {}

@@ -59,7 +59,7 @@ def choose_checkpoint(config: Config) -> Path | None:
         return Path(resume)
     if complete:
         raise CheckpointError(
-            f"checkpoint.resume = never, but run.dir = {run_dir} already holds {complete[-1].name}: "
+            f"checkpoint.resume = never, but run.dir = {run_dir} holds {complete[-1].name}: "
             "choose another run.dir, remove the old run, or use checkpoint.resume=auto"
         )
     return None

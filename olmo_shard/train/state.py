@@ -22,8 +22,8 @@ class TrainState:
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Seed torch's generators for one step.
 
-    Random numbers of a step depend on nothing but (seed, step, rank), so a resume needs no saved generator,
-    and after a change of the number of ranks each rank simply has its own numbers again.
+    Random numbers of a step depend on nothing but (seed, step, rank), so a resume needs no saved
+    generator, and after a change of the number of ranks each rank simply has its own numbers again.
     """
     digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -1,12 +1,13 @@
 """Weights & Biases: one run a job, on rank 0. The tracker never decides the run's fate."""
 
+import netrc
 import os
 import shlex
 import socket
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlparse
 
 from rich.console import Console as RichConsole
@@ -19,8 +20,9 @@ _CONNECT_SECONDS = 2.0
 class WandB(Callback):
     """Logs the records of metrics.jsonl on one step axis.
 
-    An offline run is written in segments, one for each start of the job, under one run id; the checkpoint
-    keeps the id and the list, and the summary prints the command that uploads them in order.
+    An offline run is written in segments, one for each start of the job, under one run id; the
+    checkpoint keeps the id and the list, and the summary prints the command that uploads them in
+    order.
     """
 
     def __init__(self, console: RichConsole) -> None:
@@ -63,19 +65,19 @@ class WandB(Callback):
         assert info is not None
         tracking, state = info.config.tracking, info.state
         mode = "offline" if tracking.wandb == "offline" else choose_mode()
-        self._offline = mode == "offline"
         state.tracker_run_id = state.tracker_run_id or uuid.uuid4().hex[:8]
         self._run = wandb.init(
             project=tracking.project,
             entity=tracking.entity,
             name=tracking.name or info.run_dir.name,
             id=state.tracker_run_id,
-            resume=None if self._offline else "allow",
+            resume=None if mode == "offline" else "allow",
             dir=str(info.run_dir),
             config=info.config.model_dump(),
             mode=mode,
             settings=wandb.Settings(silent=True, console="off"),
         )
+        self._offline = self._run.offline
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         if self._offline:
@@ -86,7 +88,7 @@ class WandB(Callback):
             self._guarded(lambda: self._run.log(values))
 
     def _guarded(self, action: Callable[[], Any]) -> None:
-        """Run a call of the tracker; whatever it raises is reported once, and tracking ends there."""
+        """Call the tracker; whatever it raises is reported once, and tracking ends there."""
         try:
             action()
         except Exception as error:  # noqa: BLE001  (any error of the tracker, and training goes on)
@@ -98,15 +100,15 @@ class WandB(Callback):
             )
 
 
-def choose_mode() -> str:
-    """``WANDB_MODE`` if set; else online where a key is at hand and the server answers."""
+def choose_mode() -> Literal["online", "offline"] | None:
+    """Online where a key is at hand and the server answers; null leaves it to ``WANDB_MODE``."""
     import wandb
 
     if "WANDB_MODE" in os.environ:
-        return os.environ["WANDB_MODE"]
+        return None
     settings = wandb.Settings()
-    key = settings.api_key or wandb.api.api_key
-    return "online" if key and _reachable(settings.base_url) else "offline"
+    has_key = settings.api_key or _in_netrc(settings.base_url)
+    return "online" if has_key and _reachable(settings.base_url) else "offline"
 
 
 def flatten(record: dict[str, Any]) -> dict[str, Any]:
@@ -118,6 +120,13 @@ def flatten(record: dict[str, Any]) -> dict[str, Any]:
         else:
             flat[name] = value
     return flat
+
+
+def _in_netrc(url: str) -> bool:
+    try:
+        return netrc.netrc().authenticators(urlparse(url).hostname or "") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
 
 
 def _reachable(url: str) -> bool:

@@ -27,18 +27,24 @@ class Runtime:
 
 
 @contextmanager
-def runtime(info: RankInfo | None = None, run: RunConfig | None = None) -> Iterator[Runtime]:
+def runtime(
+    info: RankInfo | None = None, run: RunConfig | None = None, *, served: bool | None = None
+) -> Iterator[Runtime]:
     """Join the peers, and leave them at the end.
 
     :param info: this rank; null for a run of one process.
     :param run: device, threads and timeout.
+    :param served: whether another process serves the store at the master's port, as torchrun's
+        agent and the local launcher do; null asks torchrun's variable for it.
     :raises LaunchError: where the peers do not come in time.
     :raises ConfigurationError: where the device is not there.
     """
     info, run = info or SINGLE, run or RunConfig()
     use_cuda = _use_cuda(run.device)
     timeout = timedelta(seconds=run.timeout_seconds)
-    store = _store(info, timeout)
+    if served is None:
+        served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = _store(info, timeout, served)
     local_rank, local_world_size = _local_place(info, store)
     device = torch.device("cpu")
     if use_cuda:
@@ -79,11 +85,9 @@ def _use_cuda(device: str) -> bool:
     return device != "cpu" and torch.cuda.is_available()
 
 
-def _store(info: RankInfo, timeout: timedelta) -> dist.Store:
+def _store(info: RankInfo, timeout: timedelta, served: bool) -> dist.Store:
     if info.world_size == 1:
         return dist.HashStore()
-    # torchrun's agent, and the local launcher, already serve the store at the port.
-    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         store = dist.TCPStore(
             info.master_addr,

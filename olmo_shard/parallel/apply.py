@@ -60,7 +60,8 @@ def _wrap_forwards(model: nn.Module, config: ParallelConfig) -> None:
         if config.compile:
             if isinstance(block.feed_forward, MoE):
                 # Sizes depend on the routing: compiled, they would be compiled again and again.
-                block.feed_forward.forward = torch.compiler.disable(block.feed_forward.forward)
+                eager = torch.compiler.disable(block.feed_forward.forward)
+                block.feed_forward.forward = eager  # type: ignore[assignment]
             block.forward = torch.compile(block.forward)
         if config.activation_checkpointing == "full":
             block.forward = checkpointed(block.forward)

@@ -7,7 +7,7 @@ slices, one for each rank of the group, with no regard for parameter borders: so
 replicated because it did not divide, and a slice is at once the output of reduce-scatter, the input
 of the optimizer and the input of all-gather.
 
-Example: group of 2, a cap of 300 elements, parameters a (100), b (200), c (70) in order of
+Example: group of 2, a cap of 350 elements, parameters a (100), b (200), c (70) in order of
 definition::
 
     bucket 0  [0, 384)    c at 0, b at 128 .. 328 (c ends at 70, the next multiple of 64 is 128)

@@ -1,0 +1,130 @@
+"""Collectives are counted: once a window, whatever its number of micro-batches. Runs on gloo, in CI."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from olmo_shard.distributed import collectives
+from olmo_shard.distributed.runtime import Runtime
+from tests.support.tiny import build, model_config, train
+
+MOE_LAYERS = 2
+
+
+def calls_case(rank: Runtime, parallel: dict[str, Any], micro: int) -> dict[str, int]:
+    """Calls by kind of one step, counted where olmo_shard makes them."""
+    step = build(rank, model_config(), parallel, {"name": "adamw"})
+    train(step, rank, 1, micro)
+    before = Counter(collectives.traffic.calls)
+    train(step, rank, 1, micro, start=1)
+    return dict(collectives.traffic.calls - before)
+
+
+def torch_calls_case(rank: Runtime, parallel: dict[str, Any], micro: int) -> dict[str, int]:
+    """Calls by name of one step, counted at torch.distributed itself."""
+    step = build(rank, model_config(), parallel, {"name": "adamw"})
+    train(step, rank, 1, micro)
+    counts: Counter[str] = Counter()
+    names = ["all_reduce", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor"]
+    names += [n for n in ("all_gather_single", "reduce_scatter_single") if hasattr(dist, n)]
+    originals = {name: getattr(dist, name) for name in names}
+
+    def counting(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in names:
+        setattr(dist, name, counting(name))
+    try:
+        train(step, rank, 1, micro, start=1)
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+    return dict(counts)
+
+
+@pytest.mark.parametrize("micro", [8, 1])
+def test_ddp_communicates_once_a_window(ranks, micro):
+    """Two ranks, 8 sequences each: windows of 1 and of 8 micro-batches."""
+    parallel = {"ddp": {"bucket_cap_mb": 0.02}}
+    calls = ranks(2).run(calls_case, parallel, micro)[0]
+    buckets = calls["reduce"]
+    assert buckets > 2
+    assert calls == {"tokens": 1, "reduce": buckets, "control": 1, "gather": buckets}
+
+
+@pytest.mark.parametrize(("recompute", "extra"), [("none", 0), ("full", 1)])
+@pytest.mark.parametrize("micro", [8, 1])
+def test_four_row_exchanges_a_layer_and_micro_batch(ranks, micro, recompute, extra):
+    """Collective dispatch adds one exchange of counts; a recompute dispatches again (pre-norm)."""
+    parallel = {"expert_parallel": 2, "activation_checkpointing": recompute}
+    calls = ranks(2).run(calls_case, parallel, micro)[0]
+    micro_batches = 8 // micro
+    assert calls["rows"] == (4 + extra) * MOE_LAYERS * micro_batches
+    assert calls["counts"] == (1 + extra) * MOE_LAYERS * micro_batches
+    assert (calls["tokens"], calls["control"]) == (1, 1)
+
+
+def test_no_collective_is_made_behind_the_counter(ranks):
+    parallel = {"expert_parallel": 2}
+    own = ranks(2).run(calls_case, parallel, 4)[0]
+    seen = ranks(2).run(torch_calls_case, parallel, 4)[0]
+    assert seen["all_reduce"] == own["tokens"] + own["control"]
+    # With EP 2 on two ranks the experts have no peer, and only dense buckets are reduced.
+    assert seen["all_to_all_single"] == own["rows"] + own["counts"] + own["reduce"]
+
+
+def test_fsdp_window_reduces_as_often_with_eight_micro_batches_as_with_one(ranks):
+    parallel = {"mode": "fsdp", "fsdp": {"reshard": "window"}}
+    one = ranks(2).run(fsdp_reductions_case, parallel, 8)[0]
+    eight = ranks(2).run(fsdp_reductions_case, parallel, 1)[0]
+    assert one == eight > 0
+
+
+def test_fsdp_forward_reduces_every_micro_batch(ranks):
+    parallel = {"mode": "fsdp", "fsdp": {"reshard": "forward"}}
+    one = ranks(2).run(fsdp_reductions_case, parallel, 8)[0]
+    assert ranks(2).run(fsdp_reductions_case, parallel, 1)[0] == 8 * one
+
+
+def fsdp_reductions_case(rank: Runtime, parallel: dict[str, Any], micro: int) -> int:
+    step = build(rank, model_config(), parallel, {"name": "adamw"})
+    train(step, rank, 1, micro)
+    with torch.profiler.profile() as profile:
+        train(step, rank, 1, micro, start=1)
+    return sum(e.count for e in profile.key_averages() if "reduce_scatter" in e.key and "c10d::" in e.key)
+
+
+def payload_case(rank: Runtime, parallel: dict[str, Any]) -> tuple[int, int]:
+    """Bytes of row exchanges, and bytes by the formula from the routing seen."""
+    step = build(rank, model_config(), parallel, {"name": "adamw"})
+    pairs: list[int] = []
+    dispatcher = step.model.blocks[1].feed_forward.dispatcher
+    original = dispatcher.start
+
+    def start(x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, weights_TK: torch.Tensor) -> Any:
+        owners = topk_idx_TK // dispatcher.num_local_experts
+        for other in range(rank.world_size):
+            if other != rank.rank:
+                pairs.append(int((owners == other).any(dim=1).sum()))
+        return original(x_TD, topk_idx_TK, weights_TK)
+
+    dispatcher.start = start
+    before = collectives.traffic.bytes["rows"]
+    train(step, rank, 1, 4)
+    return collectives.traffic.bytes["rows"] - before, sum(pairs)
+
+
+def test_payload_is_the_distinct_pairs_of_token_and_remote_rank(ranks):
+    """D = 36 FP32 values a row; weights ride with dispatch rows (8 bytes), experts too (8 bytes)."""
+    results = ranks(2).run(payload_case, {"expert_parallel": 2})
+    sent = sum(found for found, _ in results)
+    rows = sum(pairs for _, pairs in results)
+    metadata = (8 + 8) + 0 + 0 + 8  # dispatch, combine, and their gradients
+    assert sent == rows * (4 * 36 * 4 + metadata)

@@ -1,0 +1,157 @@
+"""Mode ddp: views, types, unused parameters, memory, equality of experts. Runs on gloo, in CI."""
+
+import pytest
+import torch
+from torch import nn
+
+from olmo_shard.config import ParallelConfig
+from olmo_shard.distributed.runtime import Runtime
+from olmo_shard.parallel import ddp
+from olmo_shard.parallel.ddp import DistributedDataParallel
+from olmo_shard.parallel.expert import spread_experts
+from olmo_shard.parallel.shards import LogicalParameter
+from tests.support.ranks import mesh_of
+from tests.support.tiny import build, model_config, train, window_of
+
+BF16 = {"compute_dtype": "bfloat16", "expert_parallel": 2}
+
+
+def views_case(rank: Runtime) -> None:
+    step = build(rank, model_config(), BF16, {"name": "adamw"})
+    data_parallel = step.optimizer.data_parallel
+    assert isinstance(data_parallel, DistributedDataParallel)
+    storages = {space.grads.untyped_storage().data_ptr() for space in data_parallel.spaces}
+    before = {name: p.grad for name, p in step.model.named_parameters()}
+    train(step, rank, 2, 2, lr=1e-3)
+    for name, parameter in step.model.named_parameters():
+        assert parameter.dtype == torch.bfloat16
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == torch.float32, name
+        assert parameter.grad is before[name], f"{name}: the gradient is a new tensor"
+        assert parameter.grad.untyped_storage().data_ptr() in storages, name
+
+
+def test_gradients_stay_fp32_views_of_the_flat_buffer(ranks):
+    ranks(2).run(views_case)
+
+
+def main_weights_case(rank: Runtime) -> None:
+    step = build(rank, model_config(), BF16, {"name": "adamw"})
+    train(step, rank, 3, 2, lr=1e-3)
+    optimizer = step.optimizer
+    for state in (*optimizer.exp_avgs, *optimizer.exp_avg_sqs, *(s.main for s in optimizer.shards)):
+        assert state.dtype == torch.float32
+    data_parallel = optimizer.data_parallel
+    assert isinstance(data_parallel, DistributedDataParallel)
+    differing = 0
+    for space in data_parallel.spaces:
+        for bucket, main in zip(space.buckets, space.mains, strict=True):
+            start, end = bucket.slice_of(space.group.rank(), space.group.size())
+            model = space.weights[start:end]
+            assert torch.equal(model, main.bfloat16()), "model weights are not the rounded main ones"
+            differing += int((model.float() != main).sum())
+    assert differing > 1000, "main weights hold no more than the bf16 ones"
+    for router in step.routers:
+        assert router.expert_bias.dtype == router.lagged_counts.dtype == torch.float32
+
+
+def test_bf16_keeps_fp32_main_weights_and_moments(ranks):
+    ranks(2).run(main_weights_case)
+
+
+def replicas_case(rank: Runtime) -> dict[str, list[float]]:
+    step = build(rank, model_config(), {"expert_parallel": 2}, {"name": "adamw"})
+    train(step, rank, 2, 4, lr=1e-2)
+    return {name: p.flatten().tolist() for name, p in step.model.named_parameters()}
+
+
+def test_dense_weights_are_equal_and_experts_differ(ranks):
+    """Ranks 0, 2 hold the same experts, ranks 1, 3 the others (ep is innermost)."""
+    weights = ranks(4).run(replicas_case)
+    for name in weights[0]:
+        if ".experts." in name:
+            assert weights[0][name] == weights[2][name], name
+            assert weights[1][name] == weights[3][name], name
+            assert weights[0][name] != weights[1][name], name
+        else:
+            assert all(other[name] == weights[0][name] for other in weights[1:]), name
+
+
+class TwoHeads(nn.Module):
+    """Rank 0 uses one head, the others the other; one parameter is used by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 1, bias=False)
+        self.second = nn.Linear(5, 1, bias=False)
+        self.unused = nn.Parameter(torch.ones(3))
+
+
+def unused_case(rank: Runtime) -> list[list[float]]:
+    mesh = mesh_of(rank)
+    with torch.device("meta"):
+        model = TwoHeads()
+    config = ParallelConfig()
+    parameters = spread_experts(model, mesh, config)
+
+    def ones(logical: LogicalParameter, _: torch.Tensor) -> torch.Tensor:
+        return torch.ones(logical.shape)
+
+    data_parallel = DistributedDataParallel(model, mesh, config, parameters, ones)
+    data_parallel.begin_window()
+    head = model.first if rank.rank == 0 else model.second
+    head(torch.full((1, 5), rank.rank + 1.0)).sum().backward()
+    data_parallel.reduce()
+    return [[shard.name, *shard.gradient().tolist()] for shard in data_parallel.shards]
+
+
+def test_parameters_that_a_rank_does_not_use_count_as_zero(ranks):
+    pieces = [piece for part in ranks(3).run(unused_case) for piece in part]
+    sums = {name: [] for name, *_ in pieces}
+    for name, *values in pieces:
+        sums[name] += values
+    assert sums == {"first.weight": [1.0] * 5, "second.weight": [5.0] * 5, "unused": [0.0] * 3}
+
+
+def fallback_case(rank: Runtime, has_grad_dtype: bool) -> list[float]:
+    ddp.HAS_GRAD_DTYPE = has_grad_dtype
+    try:
+        step = build(rank, model_config(), BF16, {"name": "sgd"})
+        outputs = train(step, rank, 2, 2)
+    finally:
+        ddp.HAS_GRAD_DTYPE = True
+    return [float(output.grad_norm) for output in outputs]
+
+
+def test_torch_without_grad_dtype_gives_the_same_gradients(ranks):
+    assert ranks(2).run(fallback_case, False) == ranks(2).run(fallback_case, True)
+
+
+def bytes_case(rank: Runtime, dtype: str) -> tuple[int, int, int, int]:
+    config = model_config(vocab_size=2048, d_model=64)
+    step = build(rank, config, {"compute_dtype": dtype, "expert_parallel": 2}, {"name": "adamw"})
+    train(step, rank, 1, 4)
+    optimizer, data_parallel = step.optimizer, step.optimizer.data_parallel
+    assert isinstance(data_parallel, DistributedDataParallel)
+    tensors = [t for space in data_parallel.spaces for t in (space.weights, space.grads, *space.mains)]
+    tensors += [*optimizer.exp_avgs, *optimizer.exp_avg_sqs]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    sizes = [p.numel() for name, p in step.model.named_parameters() if ".experts." not in name]
+    experts = [p.numel() for name, p in step.model.named_parameters() if ".experts." in name]
+    return sum(storages.values()), sum(sizes), sum(experts), rank.world_size
+
+
+@pytest.mark.parametrize(("dtype", "model", "sharded"), [("float32", 4, 8), ("bfloat16", 2, 12)])
+def test_resident_bytes_follow_the_formula(ranks, dtype, model, sharded):
+    """Per parameter: weights + FP32 gradient on every rank, main weights and moments over the group."""
+    total, dense, experts, size = ranks(4).run(bytes_case, dtype)[0]
+    expected = dense * (model + 4 + sharded / size) + experts * (model + 4 + sharded / (size // 2))
+    assert total == pytest.approx(expected, rel=0.03)
+
+
+def split_case(rank: Runtime) -> list[int]:
+    return [len(window_of(0, rank.rank, rank.world_size, 2)[0].tokens_BS)]
+
+
+def test_windows_split_the_global_batch(ranks):
+    assert ranks(2).run(split_case) == [[2], [2]]

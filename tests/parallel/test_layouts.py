@@ -1,0 +1,139 @@
+"""The layout does not change the result: ranks, EP degree, mode, micro-batch size, recompute, compile.
+
+Runs on gloo, in CI. The batches have very unequal numbers of labels (some sequences have none), and all
+balancing losses, the router bias and clipping are on.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from olmo_shard.distributed.runtime import Runtime
+from tests.support.tiny import SEQUENCES, assemble, build, figures, model_config, owned, train
+
+STEPS = 20
+SGD = {"name": "sgd", "lr": 0.05, "max_grad_norm": 1.0, "weight_decay": 0.1}
+ADAMW = {"name": "adamw", "max_grad_norm": 1.0, "weight_decay": 0.1}
+
+
+def run_case(
+    rank: Runtime,
+    model: dict[str, Any],
+    parallel: dict[str, Any],
+    optim: dict[str, Any],
+    micro: int,
+    lr: float,
+) -> tuple[list[tuple[float, float]], Any, list[list[float]]]:
+    """Losses and norms, owned weights, router biases after 20 steps."""
+    step = build(rank, model_config(**model), parallel, optim)
+    outputs = train(step, rank, STEPS, micro, lr=lr)
+    biases = [router.expert_bias.tolist() for router in step.routers]
+    return [figures(output) for output in outputs], owned(step), biases
+
+
+_one_rank: dict[str, Any] = {}
+
+
+def one_rank(ranks: Any, model: dict[str, Any], optim: dict[str, Any], lr: float) -> Any:
+    """The reference: one rank, one micro-batch. Run once for each model and optimizer."""
+    key = repr((model, optim, lr))
+    if key not in _one_rank:
+        _one_rank[key] = ranks(1).run(run_case, model, {"mode": "ddp"}, optim, SEQUENCES, lr)
+    return _one_rank[key]
+
+
+def compare(ranks: Any, size: int, model, parallel, optim, micro: int, lr: float = 0.05) -> None:
+    whole = one_rank(ranks, model, optim, lr)
+    parts = ranks(size).run(run_case, model, parallel, optim, micro, lr)
+    expected, found = whole[0][0], parts[0][0]
+    assert all(part[0] == found for part in parts), "ranks report different figures"
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=0)
+    assert all(part[2] == parts[0][2] for part in parts), "router biases differ between ranks"
+    assert parts[0][2] == whole[0][2], "router biases differ from those of one rank"
+    expected_weights, weights = assemble([whole[0][1]]), assemble([part[1] for part in parts])
+    assert weights.keys() == expected_weights.keys()
+    for name, weight in weights.items():
+        peak = expected_weights[name].abs().max().item()
+        torch.testing.assert_close(
+            weight, expected_weights[name], rtol=0, atol=1e-5 * peak, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+LAYOUTS = [
+    (1, {"mode": "ddp"}, 1),
+    (1, {"mode": "ddp", "dispatch": "collective"}, 4),
+    (2, {"mode": "ddp", "expert_parallel": 1}, 4),
+    (2, {"mode": "ddp", "expert_parallel": 2}, 2),
+    (2, {"mode": "ddp", "expert_parallel": 2, "ddp": {"bucket_cap_mb": 0.01}}, 8),
+    (4, {"mode": "ddp", "expert_parallel": 1}, 1),
+    (4, {"mode": "ddp", "expert_parallel": 2, "activation_checkpointing": "full"}, 2),
+    (4, {"mode": "ddp", "expert_parallel": 4}, 4),
+    (1, {"mode": "fsdp"}, 4),
+    (2, {"mode": "fsdp", "expert_parallel": 1}, 2),
+    (2, {"mode": "fsdp", "expert_parallel": 2, "activation_checkpointing": "full"}, 4),
+    (4, {"mode": "fsdp", "expert_parallel": 1, "fsdp": {"reshard": "window"}}, 1),
+    (4, {"mode": "fsdp", "expert_parallel": 2, "fsdp": {"reshard": "window"}}, 2),
+    (4, {"mode": "fsdp", "expert_parallel": 4}, 1),
+]
+
+
+@pytest.mark.parametrize(("size", "parallel", "micro"), LAYOUTS)
+def test_sgd_weights_equal_those_of_one_rank(ranks, size, parallel, micro):
+    compare(ranks, size, {}, parallel, SGD, micro)
+
+
+@pytest.mark.parametrize(("size", "parallel", "micro"), [LAYOUTS[3], LAYOUTS[7], LAYOUTS[12]])
+def test_adamw_losses_equal_those_of_one_rank(ranks, size, parallel, micro):
+    expected = torch.tensor(one_rank(ranks, {}, ADAMW, 3e-3)[0][0])
+    found = ranks(size).run(run_case, {}, parallel, ADAMW, micro, 3e-3)
+    torch.testing.assert_close(torch.tensor(found[0][0]), expected, rtol=1e-5, atol=0)
+
+
+ROUTERS = [
+    {"scoring": "sigmoid", "normalize": True, "scale": 2.5},
+    {"score_order": "after_topk", "lb_loss_scope": "sequence"},
+    {"normalize": True, "bias_gamma": 0.0},
+]
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_router_options_keep_the_invariance(ranks, router):
+    compare(ranks, 4, {"router": router}, {"expert_parallel": 2}, SGD, 2)
+
+
+@pytest.mark.parametrize("norm_position", ["pre", "post"])
+@pytest.mark.parametrize("shared", [0, 2])
+def test_recompute_with_and_without_shared_experts(ranks, norm_position, shared):
+    model = {"norm_position": norm_position, "moe": {"num_shared_experts": shared}}
+    parallel = {"expert_parallel": 2, "activation_checkpointing": "full"}
+    compare(ranks, 2, model, parallel, SGD, 4, lr=0.02)
+
+
+@pytest.mark.parametrize(
+    "moe",
+    [
+        {"num_experts": 4, "top_k": 4},  # every token visits every expert
+        {"num_experts": 4, "top_k": 1},
+        {"num_experts": 2, "top_k": 1},  # one expert a rank
+    ],
+)
+def test_edges_of_routing(ranks, moe):
+    compare(ranks, 2, {"moe": moe}, {"expert_parallel": 2}, SGD, 4)
+
+
+def test_tied_embeddings(ranks):
+    compare(ranks, 2, {"tie_embeddings": True}, {"expert_parallel": 2}, SGD, 4)
+    compare(ranks, 2, {"tie_embeddings": True}, {"mode": "fsdp"}, SGD, 4)
+
+
+def test_dense_model(ranks):
+    compare(ranks, 2, {"moe": None, "n_dense_layers": 0}, {}, SGD, 4)
+    compare(ranks, 2, {"moe": None, "n_dense_layers": 0}, {"mode": "fsdp"}, SGD, 4)
+
+
+def test_same_layout_twice_is_bitwise_equal(ranks):
+    def once() -> Any:
+        return ranks(4).run(run_case, {}, {"expert_parallel": 2}, ADAMW, 2, 3e-3)
+
+    assert once() == once()

@@ -1,0 +1,90 @@
+"""Groups of gloo ranks that are started once a session and run many cases.
+
+A case is a module-level function ``case(rank: Runtime, *args)``; ``group.run(case, *args)`` runs it
+on every rank and returns the results in rank order. An exception on any rank fails the test with
+that rank's traceback.
+"""
+
+import multiprocessing as mp
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from torch.distributed import TCPStore
+
+from olmo_shard.config import RunConfig
+from olmo_shard.distributed.environment import RankInfo
+from olmo_shard.distributed.mesh import Mesh, build_mesh
+from olmo_shard.distributed.runtime import Runtime, runtime
+
+_CASE_SECONDS = 240
+_meshes: dict[int, Mesh] = {}
+
+
+def mesh_of(rank: Runtime, expert_parallel: int = 1) -> Mesh:
+    """A mesh, made once in each rank (every rank asks for the same ones in the same order)."""
+    if expert_parallel not in _meshes:
+        _meshes[expert_parallel] = build_mesh(rank, expert_parallel)
+    return _meshes[expert_parallel]
+
+
+class RankGroup:
+    """``size`` processes that wait for cases."""
+
+    def __init__(self, size: int) -> None:
+        context = mp.get_context("spawn")
+        self._store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            arguments = (theirs, rank, size, self._store.port)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, case: Callable[..., Any], *args: Any) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((case, args))
+        outcomes = [self._outcome(rank, pipe) for rank, pipe in enumerate(self._pipes)]
+        failed = [f"rank {rank}:\n{error}" for rank, (error, _) in enumerate(outcomes) if error]
+        assert not failed, "\n".join(failed)
+        return [value for _, value in outcomes]
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+
+    def _outcome(self, rank: int, pipe: Connection) -> tuple[str | None, Any]:
+        if not pipe.poll(_CASE_SECONDS):
+            return f"no answer within {_CASE_SECONDS} s", None
+        return pipe.recv()
+
+
+def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+    warnings.simplefilter("error")
+    info = RankInfo(
+        rank=rank,
+        world_size=size,
+        local_rank=rank,
+        local_world_size=size,
+        master_addr="127.0.0.1",
+        master_port=port,
+    )
+    # The store is served by the test process, as a launcher would.
+    with runtime(info, RunConfig(device="cpu", timeout_seconds=120, threads=1), served=True) as place:
+        while (job := pipe.recv()) is not None:
+            case, args = job
+            try:
+                pipe.send((None, case(place, *args)))
+            except Exception:  # noqa: BLE001  (whatever a case raises fails its test)
+                pipe.send((traceback.format_exc(), None))

@@ -1,0 +1,57 @@
+"""Chunked cross-entropy against torch's own. Runs in CI."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from olmo_shard.nn.losses import IGNORE_INDEX, head_losses
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 1000])
+@pytest.mark.parametrize("z_weight", [0.0, 0.3])
+def test_losses_and_gradients_equal_those_of_torch(chunk, z_weight):
+    torch.manual_seed(0)
+    h, w = torch.randn(23, 12, requires_grad=True), torch.randn(50, 12, requires_grad=True)
+    labels = torch.randint(0, 50, (23,))
+    labels[::5] = IGNORE_INDEX
+    losses = head_losses(h, w, labels, z_loss_weight=z_weight, chunk_tokens=chunk)
+    (losses.objective / 17).backward()
+
+    h64, w64 = (t.detach().double().requires_grad_() for t in (h, w))
+    logits = h64 @ w64.T
+    cross_entropy = F.cross_entropy(logits, labels, reduction="sum")
+    z_loss = (logits.logsumexp(dim=1).square() * (labels != IGNORE_INDEX)).sum()
+    ((cross_entropy + z_weight * z_loss) / 17).backward()
+    assert losses.cross_entropy.item() == pytest.approx(cross_entropy.item(), rel=1e-6)
+    assert losses.z_loss.item() == pytest.approx(z_loss.item(), rel=1e-6)
+    for mine, reference in ((h.grad, h64.grad), (w.grad, w64.grad)):
+        torch.testing.assert_close(mine.double(), reference, rtol=1e-5, atol=1e-6)
+
+
+def test_no_labels_gives_zero_and_zero_gradients():
+    h, w = torch.randn(4, 3, requires_grad=True), torch.randn(9, 3, requires_grad=True)
+    losses = head_losses(
+        h, w, torch.full((4,), IGNORE_INDEX), z_loss_weight=0.1, chunk_tokens=2
+    )
+    losses.objective.backward()
+    assert losses.objective.item() == 0
+    assert h.grad is not None
+    assert w.grad is not None
+    assert not h.grad.any()
+    assert not w.grad.any()
+
+
+def test_an_ignored_token_with_infinite_logits_spoils_nothing():
+    h = torch.randn(4, 3)
+    h[1] = float("inf")
+    h.requires_grad_()
+    labels = torch.tensor([1, IGNORE_INDEX, 2, 3])
+    losses = head_losses(h, torch.rand(9, 3), labels, z_loss_weight=0.1, chunk_tokens=4)
+    assert torch.isfinite(losses.objective)
+
+
+def test_evaluation_keeps_no_gradients():
+    h, w = torch.randn(4, 3), torch.randn(9, 3)
+    with torch.no_grad():
+        losses = head_losses(h, w, torch.arange(4), z_loss_weight=0.0, chunk_tokens=2)
+    assert not losses.objective.requires_grad

@@ -1,0 +1,161 @@
+"""The router: ties, NaN, options, losses with their constants, bias updates. Runs in CI."""
+
+import pytest
+import torch
+
+from olmo_shard.nn.losses import IGNORE_INDEX
+from olmo_shard.nn.router import Router, update_after_step
+from tests.support.tiny import model_config
+
+
+def router(experts: int = 4, top_k: int = 2, width: int = 6, **options) -> Router:
+    config = model_config(
+        router={"lb_loss_weight": 1.0, **options},
+        d_model=width,
+        moe={"num_experts": experts, "top_k": top_k},
+    )
+    made = Router(config)
+    torch.manual_seed(0)
+    torch.nn.init.normal_(made.gate.weight)
+    made.reset_buffers()
+    return made
+
+
+def everything(x: torch.Tensor) -> torch.Tensor:
+    return torch.ones(x.shape[:2], dtype=torch.bool)
+
+
+def test_ties_go_to_the_lowest_ids():
+    made = router(experts=6, top_k=3)
+    torch.nn.init.zeros_(made.gate.weight)
+    x = torch.randn(2, 5, 6)
+    routing, _ = made(x, everything(x))
+    assert routing.topk_idx_TK.tolist() == [[0, 1, 2]] * 10
+
+
+def test_a_nan_token_still_gets_distinct_ids_in_range():
+    made = router(experts=6, top_k=4)
+    x = torch.randn(1, 3, 6)
+    x[0, 1] = float("nan")
+    routing, _ = made(x, everything(x))
+    for ids in routing.topk_idx_TK.tolist():
+        assert len(set(ids)) == 4
+        assert all(0 <= each < 6 for each in ids)
+
+
+def test_weights_by_option():
+    x = torch.randn(1, 8, 6)
+    plain, _ = router()(x, everything(x))
+    made = router()
+    probs = torch.softmax(x[0] @ made.gate.weight.T, dim=-1)
+    assert torch.equal(plain.topk_weights_TK, probs.gather(1, plain.topk_idx_TK))
+    normalized, _ = router(normalize=True, scale=2.5)(x, everything(x))
+    assert torch.allclose(normalized.topk_weights_TK.sum(dim=1), torch.full((8,), 2.5))
+    after, _ = router(score_order="after_topk")(x, everything(x))
+    assert torch.equal(after.topk_idx_TK, plain.topk_idx_TK)
+    assert torch.allclose(after.topk_weights_TK, normalized.topk_weights_TK / 2.5)
+    sigmoid, _ = router(scoring="sigmoid")(x, everything(x))
+    logits = x[0] @ made.gate.weight.T
+    assert torch.allclose(sigmoid.topk_weights_TK, logits.sigmoid().gather(1, sigmoid.topk_idx_TK))
+
+
+def test_the_bias_moves_the_choice_and_not_the_weights():
+    made = router(experts=4, top_k=1)
+    x = torch.randn(1, 8, 6)
+    made.expert_bias[2] = 10.0
+    routing, _ = made(x, everything(x))
+    assert routing.topk_idx_TK.flatten().tolist() == [2] * 8
+    probs = torch.softmax(x[0] @ made.gate.weight.T, dim=-1)
+    assert torch.equal(routing.topk_weights_TK[:, 0], probs[:, 2])
+
+
+def test_logits_are_fp32_under_bf16():
+    made = router().bfloat16()
+    x = torch.randn(1, 4, 6, dtype=torch.bfloat16)
+    routing, stats = made(x, everything(x))
+    expected = torch.softmax(x[0].float() @ made.gate.weight.float().T, dim=-1)
+    assert routing.topk_weights_TK.dtype == torch.float32
+    assert torch.equal(routing.topk_weights_TK, expected.gather(1, routing.topk_idx_TK))
+    assert stats.z_loss.dtype == torch.float32
+
+
+@pytest.mark.parametrize("scope", ["global", "sequence", "micro_batch"])
+def test_loss_is_one_a_token_at_perfect_balance(scope):
+    """Each of 4 experts is the choice of a quarter of the tokens, with the same mean probability."""
+    made = router(experts=4, top_k=1, width=4, lb_loss_scope=scope)
+    with torch.no_grad():
+        made.gate.weight.copy_(torch.eye(4) * 3)
+    made.lagged_counts.fill_(8)
+    x = torch.eye(4).repeat(2, 1)[None].expand(2, 8, 4)
+    _, stats = made(x, everything(x))
+    assert stats.lb_loss.item() == pytest.approx(16.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("scope", ["global", "sequence", "micro_batch"])
+def test_opposite_imbalance_does_not_cancel(scope):
+    """All tokens on one expert: far above the balanced value, in every scope, for either expert."""
+    for favourite in (0, 1):
+        made = router(experts=2, top_k=1, width=2, lb_loss_scope=scope)
+        with torch.no_grad():
+            made.gate.weight.copy_(torch.eye(2) * 5)
+        made.lagged_counts[favourite] = 32
+        x = torch.eye(2)[favourite].expand(2, 8, 2)
+        _, stats = made(x, everything(x))
+        assert stats.lb_loss.item() / 16 > 1.9
+
+
+def test_global_scope_has_no_gradient_at_step_one():
+    made = router()
+    x = torch.randn(1, 8, 6)
+    _, stats = made(x, everything(x))
+    stats.lb_loss.backward()
+    assert stats.lb_loss.item() == pytest.approx(8.0, rel=1e-6)
+    assert made.gate.weight.grad is not None
+    assert made.gate.weight.grad.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("scope", ["global", "sequence", "micro_batch"])
+def test_padding_changes_no_loss_gradient_or_load(scope):
+    x = torch.randn(2, 6, 6)
+    padded = torch.cat([x, torch.randn(2, 6, 6) * 5], dim=1)
+    labelled = torch.cat([everything(x), torch.zeros(2, 6, dtype=torch.bool)], dim=1)
+    found = []
+    for tokens, mask in ((x, everything(x)), (padded, labelled)):
+        made = router(lb_loss_scope=scope)
+        made.lagged_counts.copy_(torch.tensor([1.0, 2, 3, 4]))
+        _, stats = made(tokens, mask)
+        (stats.lb_loss + stats.z_loss).backward()
+        found.append((stats, made.gate.weight.grad))
+    (alone, gradient), (with_padding, padded_gradient) = found
+    torch.testing.assert_close(with_padding.lb_loss, alone.lb_loss)
+    torch.testing.assert_close(with_padding.z_loss, alone.z_loss)
+    torch.testing.assert_close(padded_gradient, gradient)
+    assert torch.equal(with_padding.counts_E, alone.counts_E)
+    assert alone.counts_E.sum() == 12 * 2
+
+
+def test_z_loss_is_the_squared_logsumexp():
+    made = router()
+    x = torch.randn(1, 5, 6)
+    _, stats = made(x, everything(x))
+    expected = torch.logsumexp(x[0] @ made.gate.weight.T, dim=-1).square().sum()
+    torch.testing.assert_close(stats.z_loss, expected)
+
+
+def test_update_moves_the_bias_towards_the_mean_and_keeps_its_mean_zero():
+    made = router(bias_gamma=0.1)
+    update_after_step([made], torch.tensor([[10, 0, 2, 4]]), torch.tensor(True))
+    # error signs -, +, +, 0: the mean of (-.1, .1, .1, 0) is 0.025
+    assert torch.allclose(made.expert_bias, torch.tensor([-0.125, 0.075, 0.075, -0.025]))
+    assert made.lagged_counts.tolist() == [10, 0, 2, 4]
+
+
+def test_a_skipped_step_moves_neither_bias_nor_counts():
+    made = router(bias_gamma=0.1)
+    update_after_step([made], torch.tensor([[10, 0, 2, 4]]), torch.tensor(False))
+    assert made.expert_bias.tolist() == [0.0] * 4
+    assert made.lagged_counts.tolist() == [0.0] * 4
+
+
+def test_ignore_index_is_what_torch_uses():
+    assert torch.nn.CrossEntropyLoss().ignore_index == IGNORE_INDEX

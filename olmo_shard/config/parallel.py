@@ -29,7 +29,7 @@ class ParallelConfig(Section):
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations in forward and backward; main weights stay FP32."""
     compile: bool = False
-    """torch.compile each block (the routed experts stay eager)."""
+    """torch.compile attention and dense feed-forwards (router and routed experts stay eager)."""
     activation_checkpointing: Literal["none", "full"] = "none"
     """Recompute every block in backward."""
     ddp: DDPConfig = DDPConfig()

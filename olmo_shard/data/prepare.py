@@ -141,6 +141,8 @@ def _id_bound(tokenizer: Tokenizer) -> int:
 
 
 def _encode(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
+    # The name of a special token inside a text is text: it must not end the document.
+    tokenizer.encode_special_tokens = True
     remaining = iter(documents)
     while batch := list(islice(remaining, _BATCH)):
         for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):

@@ -53,20 +53,20 @@ class Block(nn.Module):
     def forward(
         self, x_BSD: Tensor, inputs: AttentionInputs, labelled_BS: Tensor
     ) -> tuple[Tensor, RouterStats | None]:
-        if self.post_norm:
-            x_BSD = x_BSD + self.attention_norm(self.attention(x_BSD, inputs))
-            y_BSD, stats = self._feed_forward(x_BSD, labelled_BS)
-            return x_BSD + self.feed_forward_norm(y_BSD), stats
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
-        y_BSD, stats = self._feed_forward(self.feed_forward_norm(x_BSD), labelled_BS)
-        return x_BSD + y_BSD, stats
-
-    def _feed_forward(
-        self, x_BSD: Tensor, labelled_BS: Tensor
-    ) -> tuple[Tensor, RouterStats | None]:
+        x_BSD = self.attend(x_BSD, inputs)
+        y_BSD = x_BSD if self.post_norm else self.feed_forward_norm(x_BSD)
+        stats = None
         if isinstance(self.feed_forward, MoE):
-            return self.feed_forward(x_BSD, labelled_BS)
-        return self.feed_forward(x_BSD), None
+            y_BSD, stats = self.feed_forward(y_BSD, labelled_BS)
+        else:
+            y_BSD = self.feed_forward(y_BSD)
+        return x_BSD + (self.feed_forward_norm(y_BSD) if self.post_norm else y_BSD), stats
+
+    def attend(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        """The attention half, residual included: its sizes never depend on the routing."""
+        if self.post_norm:
+            return x_BSD + self.attention_norm(self.attention(x_BSD, inputs))
+        return x_BSD + self.attention(self.attention_norm(x_BSD), inputs)
 
 
 class Transformer(nn.Module):

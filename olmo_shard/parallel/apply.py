@@ -5,8 +5,8 @@ from torch import Tensor, nn
 
 from olmo_shard.config import ParallelConfig
 from olmo_shard.distributed.mesh import Mesh
+from olmo_shard.nn.feed_forward import FeedForward
 from olmo_shard.nn.init import initial_tensor
-from olmo_shard.nn.moe import MoE
 from olmo_shard.nn.recompute import checkpointed
 from olmo_shard.nn.transformer import Block, Transformer
 from olmo_shard.parallel.ddp import DistributedDataParallel
@@ -58,13 +58,21 @@ def _wrap_forwards(model: nn.Module, config: ParallelConfig) -> None:
         if not isinstance(block, Block):
             continue
         if config.compile:
-            if isinstance(block.feed_forward, MoE):
-                # Sizes depend on the routing: compiled, they would be compiled again and again.
-                eager = torch.compiler.disable(block.feed_forward.forward)
-                block.feed_forward.forward = eager  # type: ignore[assignment]
-            block.forward = torch.compile(block.forward)
+            _compile_static_parts(block)
         if config.activation_checkpointing == "full":
             block.forward = checkpointed(block.forward)
+
+
+def _compile_static_parts(block: Block) -> None:
+    """Attention and the dense feed-forwards, each one whole graph.
+
+    Routing decides the sizes of all else in a MoE layer: compiled, it would be compiled again with
+    each batch, or break the graph in the middle of a block.
+    """
+    block.attend = torch.compile(block.attend, fullgraph=True, dynamic=False)
+    for module in block.modules():
+        if isinstance(module, FeedForward):
+            module.forward = torch.compile(module.forward, fullgraph=True, dynamic=False)
 
 
 def _fresh_buffers(model: Transformer, device: torch.device) -> None:

@@ -30,9 +30,7 @@ def test_losses_and_gradients_equal_those_of_torch(chunk, z_weight):
 
 def test_no_labels_gives_zero_and_zero_gradients():
     h, w = torch.randn(4, 3, requires_grad=True), torch.randn(9, 3, requires_grad=True)
-    losses = head_losses(
-        h, w, torch.full((4,), IGNORE_INDEX), z_loss_weight=0.1, chunk_tokens=2
-    )
+    losses = head_losses(h, w, torch.full((4,), IGNORE_INDEX), z_loss_weight=0.1, chunk_tokens=2)
     losses.objective.backward()
     assert losses.objective.item() == 0
     assert h.grad is not None

@@ -1,4 +1,5 @@
-"""Collectives are counted: once a window, whatever its number of micro-batches. Runs on gloo, in CI."""
+"""Collectives are counted: once a window, whatever its number of micro-batches. Runs on gloo, in
+CI."""
 
 from collections import Counter
 from typing import Any
@@ -98,7 +99,9 @@ def fsdp_reductions_case(rank: Runtime, parallel: dict[str, Any], micro: int) ->
     train(step, rank, 1, micro)
     with torch.profiler.profile() as profile:
         train(step, rank, 1, micro, start=1)
-    return sum(e.count for e in profile.key_averages() if "reduce_scatter" in e.key and "c10d::" in e.key)
+    return sum(
+        e.count for e in profile.key_averages() if "reduce_scatter" in e.key and "c10d::" in e.key
+    )
 
 
 def payload_case(rank: Runtime, parallel: dict[str, Any]) -> tuple[int, int]:

@@ -48,7 +48,9 @@ def main_weights_case(rank: Runtime) -> None:
         for bucket, main in zip(space.buckets, space.mains, strict=True):
             start, end = bucket.slice_of(space.group.rank(), space.group.size())
             model = space.weights[start:end]
-            assert torch.equal(model, main.bfloat16()), "model weights are not the rounded main ones"
+            assert torch.equal(model, main.bfloat16()), (
+                "model weights are not the rounded main ones"
+            )
             differing += int((model.float() != main).sum())
     assert differing > 1000, "main weights hold no more than the bf16 ones"
     for router in step.routers:
@@ -133,7 +135,9 @@ def bytes_case(rank: Runtime, dtype: str) -> tuple[int, int, int, int]:
     train(step, rank, 1, 4)
     optimizer, data_parallel = step.optimizer, step.optimizer.data_parallel
     assert isinstance(data_parallel, DistributedDataParallel)
-    tensors = [t for space in data_parallel.spaces for t in (space.weights, space.grads, *space.mains)]
+    tensors = [
+        t for space in data_parallel.spaces for t in (space.weights, space.grads, *space.mains)
+    ]
     tensors += [*optimizer.exp_avgs, *optimizer.exp_avg_sqs]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     sizes = [p.numel() for name, p in step.model.named_parameters() if ".experts." not in name]
@@ -143,7 +147,8 @@ def bytes_case(rank: Runtime, dtype: str) -> tuple[int, int, int, int]:
 
 @pytest.mark.parametrize(("dtype", "model", "sharded"), [("float32", 4, 8), ("bfloat16", 2, 12)])
 def test_resident_bytes_follow_the_formula(ranks, dtype, model, sharded):
-    """Per parameter: weights + FP32 gradient on every rank, main weights and moments over the group."""
+    """Per parameter: weights + FP32 gradient on every rank, main weights and moments over the
+    group."""
     total, dense, experts, size = ranks(4).run(bytes_case, dtype)[0]
     expected = dense * (model + 4 + sharded / size) + experts * (model + 4 + sharded / (size // 2))
     assert total == pytest.approx(expected, rel=0.03)

@@ -1,9 +1,11 @@
-"""The layout does not change the result: ranks, EP degree, mode, micro-batch size, recompute, compile.
+"""The layout does not change the result: ranks, EP degree, mode, micro-batch size, recompute,
+compile.
 
-Runs on gloo, in CI. The batches have very unequal numbers of labels (some sequences have none), and all
-balancing losses, the router bias and clipping are on.
+Runs on gloo, in CI. The batches have very unequal numbers of labels (some sequences have none), and
+all balancing losses, the router bias and clipping are on.
 """
 
+import warnings
 from typing import Any
 
 import pytest
@@ -56,7 +58,11 @@ def compare(ranks: Any, size: int, model, parallel, optim, micro: int, lr: float
     for name, weight in weights.items():
         peak = expected_weights[name].abs().max().item()
         torch.testing.assert_close(
-            weight, expected_weights[name], rtol=0, atol=1e-5 * peak, msg=lambda m, n=name: f"{n}: {m}"
+            weight,
+            expected_weights[name],
+            rtol=0,
+            atol=1e-5 * peak,
+            msg=lambda m, n=name: f"{n}: {m}",
         )
 
 
@@ -130,6 +136,30 @@ def test_tied_embeddings(ranks):
 def test_dense_model(ranks):
     compare(ranks, 2, {"moe": None, "n_dense_layers": 0}, {}, SGD, 4)
     compare(ranks, 2, {"moe": None, "n_dense_layers": 0}, {"mode": "fsdp"}, SGD, 4)
+
+
+def compile_case(rank: Runtime, parallel: dict[str, Any]) -> tuple[list[tuple[float, float]], int]:
+    """Figures of 20 steps, each with another routing, and how often blocks were compiled."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    step = build(rank, model_config(), parallel, SGD)
+    with warnings.catch_warnings():
+        # While it traces, torch.compile looks at the .grad of tensors that are no leaves.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        found = [figures(output) for output in train(step, rank, STEPS, 4)]
+    return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_compile_gives_the_same_losses_and_compiles_once(ranks, mode):
+    layout = {"mode": mode, "expert_parallel": 2, "activation_checkpointing": "full"}
+    expected = torch.tensor(one_rank(ranks, {}, SGD, 0.05)[0][0])
+    found, graphs = ranks(2).run(compile_case, layout | {"compile": True})[0]
+    torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-5, atol=0)
+    # Attention, the dense feed-forward and the shared expert: the same three for every layer and step.
+    assert graphs == 3
 
 
 def test_same_layout_twice_is_bitwise_equal(ranks):

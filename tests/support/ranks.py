@@ -72,6 +72,8 @@ class RankGroup:
 
 def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     warnings.simplefilter("error")
+    # torch's own modules warn about each other when torch.compile is first used.
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.")
     info = RankInfo(
         rank=rank,
         world_size=size,
@@ -81,7 +83,9 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
         master_port=port,
     )
     # The store is served by the test process, as a launcher would.
-    with runtime(info, RunConfig(device="cpu", timeout_seconds=120, threads=1), served=True) as place:
+    with runtime(
+        info, RunConfig(device="cpu", timeout_seconds=120, threads=1), served=True
+    ) as place:
         while (job := pipe.recv()) is not None:
             case, args = job
             try:

@@ -53,12 +53,15 @@ def meta_model(config: ModelConfig) -> Transformer:
 
 
 def global_batch(step: int, *, ignored: bool = True) -> tuple[Tensor, Tensor]:
-    """Tokens and labels [SEQUENCES, LENGTH] of a step, with very unequal numbers of labels a sequence."""
+    """Tokens and labels [SEQUENCES, LENGTH] of a step, with very unequal numbers of labels a
+    sequence."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(0, VOCAB, (SEQUENCES, LENGTH + 1), generator=generator)
     tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].clone()
     if ignored:
-        keep = torch.rand(labels.shape, generator=generator) < torch.linspace(0, 1, SEQUENCES)[:, None]
+        keep = (
+            torch.rand(labels.shape, generator=generator) < torch.linspace(0, 1, SEQUENCES)[:, None]
+        )
         labels[~keep] = IGNORE_INDEX
     return tokens, labels
 
@@ -77,7 +80,11 @@ def window_of(
 
 
 def build(
-    rank: Runtime, model: ModelConfig, parallel: dict[str, Any], optim: dict[str, Any], seed: int = 7
+    rank: Runtime,
+    model: ModelConfig,
+    parallel: dict[str, Any],
+    optim: dict[str, Any],
+    seed: int = 7,
 ) -> TrainStep:
     """A parallel model and its optimizer on this rank."""
     config = ParallelConfig.model_validate(parallel)
@@ -89,7 +96,12 @@ def build(
 
 
 def train(
-    step: TrainStep, rank: Runtime, steps: int, micro_sequences: int, lr: float = 0.05, start: int = 0
+    step: TrainStep,
+    rank: Runtime,
+    steps: int,
+    micro_sequences: int,
+    lr: float = 0.05,
+    start: int = 0,
 ) -> list[StepOutput]:
     """Run some steps on this rank's share."""
     return [

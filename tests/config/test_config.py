@@ -1,0 +1,167 @@
+"""Loading, extending, overriding; each mistake names field, value, rule and way out. Runs in CI."""
+
+from pathlib import Path
+
+import pytest
+
+from olmo_shard.config import dump_yaml, load_config
+from olmo_shard.errors import ConfigurationError
+from tests.support.configs import write_config
+
+
+def test_overrides_win_over_extends_which_wins_over_the_base(tmp_path):
+    write_config(tmp_path)
+    child = tmp_path / "child.yaml"
+    child.write_text("extends: config.yaml\noptim: {lr: 0.5}\nmodel: {moe: {top_k: 1}}\n")
+    config = load_config(str(child), ["train.steps=9", "data.sources.0.weight=2.0"])
+    assert config.optim.lr == 0.5
+    assert config.model.moe is not None
+    assert (config.model.moe.top_k, config.model.moe.num_experts) == (1, 4)
+    assert config.train.steps == 9
+    assert config.data.sources[0].weight == 2.0
+
+
+def test_dump_reads_back_to_an_equal_config(tmp_path):
+    config = load_config(str(write_config(tmp_path)))
+    again = tmp_path / "again.yaml"
+    again.write_text(dump_yaml(config))
+    assert load_config(str(again)) == config
+    assert load_config(str(again)).digest() == config.digest()
+
+
+def test_yaml_1_2_numbers(tmp_path):
+    config = load_config(str(write_config(tmp_path)), ["optim.lr=1e-3", "train.steps=1_000"])
+    assert config.optim.lr == 0.001
+    assert config.train.steps == 1000
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.stepz=5", r"train\.stepz: unknown key \(value 5\); did you mean steps\?"),
+        ("model.moe.router.scorin=x", r"router\.scorin: unknown key .* did you mean scoring\?"),
+        ("data.sources.0.pth=x", r"data\.sources\.0\.pth: .* did you mean path\?"),
+        ("train.steps=five", r"train\.steps = 'five': .* valid integer"),
+        ("train.steps=0", r"train\.steps = 0: .* greater than 0"),
+        ("train.steps=true", r"train\.steps = True: .* valid integer"),
+        ("optim.lr=.nan", r"optim\.lr = nan: .* finite"),
+        ("optim.lr=.inf", r"optim\.lr = inf: .* finite"),
+        ("parallel.mode=zero3", r"parallel\.mode = 'zero3': .*'ddp' or 'fsdp'"),
+        ("parallel.dispatch=rowwise", r"parallel\.dispatch = 'rowwise': .*'collective'"),
+        ("optim.name=muon", r"optim\.name = 'muon': .*'adamw' or 'sgd'"),
+        ("tracking.wandb=off_line", r"tracking\.wandb = 'off_line': .*'offline'"),
+        (
+            "train.tokens=100",
+            r"exactly one of steps, tokens, epochs; found steps = 6, tokens = 100",
+        ),
+        ("model.moe.top_k=5", r"top_k = 5 of num_experts = 4"),
+        ("model.moe.top_k=0", r"top_k = 0: .* greater than 0"),
+        ("model.n_heads=5", r"n_heads = 5 is not a multiple of n_kv_heads = 2"),
+        ("model.d_model=30", r"d_model = 30 is not a multiple of n_heads = 4"),
+        ("model.head_dim=7", r"head_dim = 7 must be even"),
+        ("model.ffn_hidden=null", r"ffn_hidden is needed"),
+        ("model.n_dense_layers=3", r"n_dense_layers = 3 is more than n_layers = 2"),
+        ("train.micro_batch_tokens=40", r"micro_batch_tokens = 40 is not a multiple of .* = 16"),
+        ("parallel.expert_parallel=3", r"expert_parallel = 3 does not divide .* = 4"),
+        ("schedule.name=wsd", r"wsd needs decay_steps"),
+        ("schedule.decay_steps=5", r"decay_steps = 5 is for name = wsd, not cosine"),
+        ("data.validation.held_out.weight=2.0", r"a validation set has no weight"),
+        ("train.steps", r"override 'train\.steps': write section\.field=value"),
+        ("data.sources.4.path=x", r"'4' is no place in a list of 1 item"),
+        ("train.steps.more=1", r"'more' lies below 6, a plain value"),
+        ('run.dir="a', r"not valid YAML"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_rule(tmp_path, override, message):
+    with pytest.raises(ConfigurationError, match=message):
+        load_config(str(write_config(tmp_path)), [override])
+
+
+def test_expert_parallel_needs_experts(tmp_path):
+    overrides = ["model.moe=null", "model.n_dense_layers=0", "parallel.expert_parallel=2"]
+    with pytest.raises(ConfigurationError, match=r"expert_parallel = 2, but the model has no moe"):
+        load_config(str(write_config(tmp_path)), overrides)
+
+
+def test_local_dispatch_needs_one_rank(tmp_path):
+    overrides = ["parallel.dispatch=local", "parallel.expert_parallel=2"]
+    with pytest.raises(ConfigurationError, match=r"dispatch = local .* expert_parallel = 2"):
+        load_config(str(write_config(tmp_path)), overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\na: 2\n", r"bad\.yaml line 2: not valid YAML: found duplicate key"),
+        ("a: [1\n", r"bad\.yaml .*not valid YAML"),
+        ("", r"holds no sections"),
+        ("- 1\n", r"holds no sections"),
+        ("extends: bad.yaml\n", r"goes round in a circle"),
+        ("extends: 3\n", r"extends = 3 must be the path"),
+        ("extends: none.yaml\n", r"cannot read the config .*none\.yaml: No such file"),
+        ("run: {}\n", r"data: missing"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path, text, message):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError, match=message):
+        load_config(str(path))
+
+
+def test_a_missing_file_and_a_binary_one(tmp_path):
+    with pytest.raises(ConfigurationError, match="cannot read the config nowhere.yaml"):
+        load_config("nowhere.yaml")
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigurationError, match="is not UTF-8 text"):
+        load_config(str(binary))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "message"),
+    [
+        (["parallel.expert_parallel=2"], 3, r"expert_parallel = 2 does not divide the 3 rank"),
+        ([], 3, r"256 is not a multiple of ranks x .* = 3 x 32 = 96 \(remainder 64\)"),
+        (["train.global_batch_tokens=160", "train.micro_batch_tokens=64"], 2, r"remainder 32"),
+        (
+            ["parallel.mode=fsdp", "model.moe.hidden=15", "model.moe.num_experts=2"],
+            4,
+            r"2 local expert\(s\) over 4 ranks along 2 x moe\.hidden = 30",
+        ),
+    ],
+)
+def test_the_number_of_ranks_must_fit(tmp_path, overrides, world_size, message):
+    config = load_config(str(write_config(tmp_path)), overrides)
+    with pytest.raises(ConfigurationError, match=message):
+        config.check_world(world_size)
+
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SHIPPED = {
+    # name: total and active parameters, ranks
+    "tiny": (3_772_800, 2_888_064, 2),
+    "cpu-bench": (24_670_208, 8_155_136, 2),
+    "olmoe-1b-7b": (6_919_161_856, 1_282_017_280, 64),
+    "small-64e": (40_613_603_840, 4_280_445_440, 64),
+}
+
+
+def test_every_shipped_config_is_in_the_list():
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(SHIPPED)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_configs_build_with_the_stated_parameters(name):
+    import torch
+
+    from olmo_shard.nn.flops import parameter_counts
+    from olmo_shard.nn.transformer import Transformer
+
+    total, active, world_size = SHIPPED[name]
+    config = load_config(str(CONFIGS / f"{name}.yaml"))
+    config.check_world(world_size)
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    assert sum(parameter.numel() for parameter in model.parameters()) == total
+    assert parameter_counts(config.model) == (total, active)

@@ -1,0 +1,182 @@
+"""The model on one device: masking, padding, recompute, layouts of weights. Runs in CI."""
+
+import pytest
+import torch
+from torch import nn
+
+from olmo_shard.config import ModelConfig
+from olmo_shard.nn.flops import flops_per_token, parameter_counts
+from olmo_shard.nn.init import initial_tensor
+from olmo_shard.nn.losses import IGNORE_INDEX
+from olmo_shard.nn.recompute import checkpointed, decide_once
+from olmo_shard.nn.transformer import Transformer
+from tests.support.tiny import LENGTH, VOCAB, global_batch, meta_model, model_config
+
+
+def real_model(config: ModelConfig, seed: int = 3) -> Transformer:
+    model = meta_model(config)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            experts = range(parameter.shape[0]) if ".experts." in name else None
+            parameter.copy_(initial_tensor(config, name, parameter.shape, seed, experts))
+    for router in model.routers():
+        router.reset_buffers()
+    return model
+
+
+def test_a_masked_document_does_not_see_the_one_before_it():
+    model = real_model(model_config())
+    ids = torch.randint(0, VOCAB, (1, 12), generator=torch.Generator().manual_seed(0))
+    documents = torch.tensor([[0] * 5 + [1] * 7])
+    packed = model.logits(ids, documents)[0, 5:]
+    alone = model.logits(ids[:, 5:])[0]
+    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
+    unmasked = model.logits(ids)[0, 5:]
+    assert (unmasked - alone).abs().max() > 1e-2
+
+
+def test_one_document_masked_equals_plain_causal():
+    model = real_model(model_config())
+    ids = torch.randint(0, VOCAB, (2, 12))
+    torch.testing.assert_close(
+        model.logits(ids, torch.zeros_like(ids)), model.logits(ids), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_padding_changes_nothing_that_is_trained_or_logged():
+    tokens, labels = global_batch(0, ignored=False)
+    padded_tokens = torch.cat([tokens, torch.zeros_like(tokens)], dim=1)
+    padded_labels = torch.cat([labels, torch.full_like(labels, IGNORE_INDEX)], dim=1)
+    found = []
+    for batch in ((tokens, labels), (padded_tokens, padded_labels)):
+        model = real_model(model_config())
+        output = model(*batch)
+        output.loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        found.append((output, gradients))
+    (plain, gradients), (padded, padded_gradients) = found
+    assert torch.equal(plain.counts_LE, padded.counts_LE)
+    assert (plain.counts_LE.sum(dim=1) == tokens.numel() * 2).all()
+    for mine, other in zip(plain, padded, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-4)
+    for name, gradient in gradients.items():
+        peak = gradient.abs().max().item()
+        assert (gradient - padded_gradients[name]).abs().max().item() <= 1e-5 * peak, name
+
+
+@pytest.mark.parametrize("qk_norm", ["none", "head", "full"])
+def test_loss_is_the_cross_entropy_of_the_logits(qk_norm):
+    model = real_model(model_config(qk_norm=qk_norm))
+    tokens, labels = global_batch(1, ignored=False)
+    output = model(tokens, labels)
+    logits = model.logits(tokens).flatten(0, 1)
+    expected = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+    assert output.cross_entropy.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_objective_adds_each_layers_weighted_losses():
+    config = model_config()
+    output = real_model(config)(*global_batch(1))
+    assert config.moe is not None
+    router = config.moe.router
+    expected = (
+        output.cross_entropy
+        + config.z_loss_weight * output.logit_z_loss
+        + router.lb_loss_weight * output.lb_loss_L.sum()
+        + router.z_loss_weight * output.router_z_loss_L.sum()
+    )
+    torch.testing.assert_close(output.loss, expected)
+    assert output.lb_loss_L.shape == (2,)
+
+
+def test_all_experts_with_equal_weights_is_the_dense_sum():
+    """top_k = E and zero gate: each expert has weight 1/E, so the layer is the mean of all experts."""
+    config = model_config(moe={"num_experts": 8, "top_k": 8, "num_shared_experts": 0})
+    model = real_model(config)
+    moe = model.blocks[1].feed_forward
+    nn.init.zeros_(moe.router.gate.weight)
+    x = torch.randn(2, 5, config.d_model)
+    found, _ = moe(x, torch.ones(2, 5, dtype=torch.bool))
+    expected = torch.zeros_like(x)
+    for expert in range(8):
+        gate, up = (x @ moe.experts.w_gate_up[expert].T).chunk(2, dim=-1)
+        hidden = nn.functional.silu(gate) * up
+        expected += hidden @ moe.experts.w_down[expert].T / 8
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_one_expert_trains():
+    model = real_model(
+        model_config(n_dense_layers=0, n_layers=1, moe={"num_experts": 1, "top_k": 1})
+    )
+    model(*global_batch(0)).loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_initial_weights_depend_on_seed_name_and_expert_alone():
+    config = model_config()
+    shape = torch.Size([8, 40, 36])
+    whole = initial_tensor(config, "blocks.1.feed_forward.experts.w_gate_up", shape, 5, range(8))
+    part = initial_tensor(
+        config, "blocks.1.feed_forward.experts.w_gate_up", torch.Size([3, 40, 36]), 5, range(2, 5)
+    )
+    assert torch.equal(part, whole[2:5])
+    assert not torch.equal(whole[0], whole[1])
+    other = initial_tensor(config, "blocks.2.feed_forward.experts.w_gate_up", shape, 5, range(8))
+    assert not torch.equal(whole, other)
+    assert whole.std().item() == pytest.approx(config.init_std, rel=0.05)
+    residual = initial_tensor(config, "blocks.1.attention.wo.weight", torch.Size([90, 90]), 5)
+    assert residual.std().item() == pytest.approx(config.init_std / 6**0.5, rel=0.05)
+
+
+def test_a_recompute_replays_the_choice_of_the_forward():
+    choices = iter(range(100))
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        choice = decide_once(lambda: torch.tensor(next(choices)))
+        seen.append(int(choice))
+        return (x * x.detach()).sin() * (choice + 1)
+
+    seen: list[int] = []
+    run = checkpointed(block)
+    first = torch.ones(3, requires_grad=True)
+    second = torch.ones(3, requires_grad=True)
+    outputs = [run(first), run(second)]
+    outputs[1].sum().backward()
+    outputs[0].sum().backward()
+    assert seen == [0, 1, 1, 0]
+    assert second.grad is not None
+    assert torch.equal(second.grad, torch.full((3,), 1.0).cos() * 2)
+
+
+def test_tied_embeddings_are_one_parameter_with_the_sum_of_both_gradients():
+    model = real_model(model_config(tie_embeddings=True))
+    names = [name for name, _ in model.named_parameters()]
+    assert "embedding.weight" in names
+    assert not any("lm_head" in name for name in names)
+    model(*global_batch(0, ignored=False)).loss.backward()
+    gradient = model.embedding.weight.grad
+    assert gradient is not None
+    assert (gradient.abs().sum(dim=1) > 0).all(), "the head's gradient reaches every row"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"tie_embeddings": True}, {"qk_norm": "full"}, {"moe": None, "n_dense_layers": 0}],
+)
+def test_parameter_formula_counts_what_is_there(changes):
+    config = model_config(**changes)
+    assert parameter_counts(config).total == sum(p.numel() for p in meta_model(config).parameters())
+
+
+def test_flops_formula_on_a_worked_example():
+    """One dense layer: 6 x (attention 4 x 4 x 4 + SwiGLU 3 x 4 x 8 + norms 12 + head 10 x 4) + 6 x
+    1 x S x 4."""
+    config = ModelConfig(vocab_size=10, d_model=4, n_layers=1, n_heads=2, ffn_hidden=8)
+    assert flops_per_token(config, sequence_length=3) == 6 * (64 + 96 + 12 + 40) + 6 * 3 * 4
+
+
+def test_shapes_of_the_batch_are_what_the_helpers_say():
+    tokens, _ = global_batch(0)
+    assert tokens.shape[1] == LENGTH

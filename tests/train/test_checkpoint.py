@@ -1,0 +1,247 @@
+"""Checkpoints: any layout reads any other, strict keys, atomic folders. Runs on gloo, in CI."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from olmo_shard.distributed.runtime import Runtime
+from olmo_shard.errors import CheckpointError
+from olmo_shard.train import checkpoint_folder as folders
+from olmo_shard.train.checkpoint import Checkpointer
+from tests.support.tiny import assemble, build, figures, model_config, owned, train
+
+ADAMW = {"name": "adamw"}
+LR = 3e-3
+
+
+def straight_case(rank: Runtime, parallel: dict[str, Any], steps: int, micro: int) -> Any:
+    step = build(rank, model_config(), parallel, ADAMW)
+    return [figures(o) for o in train(step, rank, steps, micro, lr=LR)], owned(step)
+
+
+def save_case(rank: Runtime, parallel: dict[str, Any], steps: int, micro: int, where: str) -> str:
+    step = build(rank, model_config(), parallel, ADAMW)
+    train(step, rank, steps, micro, lr=LR)
+    return str(Checkpointer(step.optimizer).save(Path(where), steps, {"hello": 1}, None))
+
+
+def resume_case(
+    rank: Runtime, parallel: dict[str, Any], start: int, steps: int, micro: int, path: str
+) -> Any:
+    step = build(rank, model_config(), parallel, ADAMW, seed=1234)  # other initial weights
+    state = Checkpointer(step.optimizer).load(Path(path))
+    assert state["hello"] == 1
+    outputs = train(step, rank, steps, micro, lr=LR, start=start)
+    return [figures(o) for o in outputs], owned(step)
+
+
+SAVED = [
+    (1, {"mode": "ddp"}, 4),
+    (2, {"mode": "ddp", "expert_parallel": 2}, 4),
+    (4, {"mode": "fsdp", "expert_parallel": 2}, 2),
+]
+RESUMED = [
+    (4, {"mode": "ddp", "expert_parallel": 2}, 2),
+    (3, {"mode": "ddp", "expert_parallel": 1}, None),
+    (2, {"mode": "fsdp", "expert_parallel": 2}, 4),
+    (4, {"mode": "fsdp", "expert_parallel": 1, "fsdp": {"reshard": "window"}}, 1),
+    (1, {"mode": "ddp", "activation_checkpointing": "full"}, 16),
+]
+
+
+@pytest.mark.parametrize(("size", "parallel", "micro"), SAVED)
+def test_any_layout_resumes_from_any_other(ranks, tmp_path, size, parallel, micro):
+    path = ranks(size).run(save_case, parallel, 4, micro, str(tmp_path))[0]
+    reference = ranks(1).run(straight_case, {"mode": "ddp"}, 8, 4)[0]
+    for other_size, other, other_micro in RESUMED:
+        steps = 0 if other_micro is None else 4  # 16 sequences do not split over 3 ranks
+        parts = ranks(other_size).run(resume_case, other, 4, steps, other_micro or 1, path)
+        if steps:
+            found = torch.tensor(parts[0][0])
+            torch.testing.assert_close(found, torch.tensor(reference[0][4:]), rtol=1e-5, atol=0)
+        else:
+            saved = ranks(size).run(straight_case, parallel, 4, micro)
+            expected = assemble([part[1] for part in saved])
+            found_weights = assemble([part[1] for part in parts])
+            assert all(torch.equal(found_weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_resume_in_the_same_layout_is_bitwise(ranks, tmp_path, dtype):
+    parallel = {"expert_parallel": 2, "compute_dtype": dtype}
+    path = ranks(2).run(save_case, parallel, 3, 4, str(tmp_path))[0]
+    straight = ranks(2).run(straight_case, parallel, 6, 4)
+    resumed = ranks(2).run(resume_case, parallel, 3, 3, 4, path)
+    for (figures_a, weights_a), (figures_b, weights_b) in zip(straight, resumed, strict=True):
+        assert figures_a[3:] == figures_b
+        assert weights_a == weights_b
+
+
+def contents_case(rank: Runtime, path: str) -> tuple[dict[str, int], list[str]]:
+    import torch.distributed.checkpoint as dcp
+
+    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    step = build(rank, model_config(), {"compile": True, "activation_checkpointing": "full"}, ADAMW)
+    return {key: value.size.numel() for key, value in metadata.items()}, [
+        name for name, _ in step.model.named_parameters()
+    ]
+
+
+def test_names_have_no_prefixes_and_every_expert_is_there(ranks, tmp_path):
+    """The elements of a saved expert tensor are E x size, not one rank's share."""
+    parallel = {"expert_parallel": 2, "activation_checkpointing": "full"}
+    path = ranks(2).run(save_case, parallel, 1, 4, str(tmp_path))[0]
+    sizes, names = ranks(1).run(contents_case, path)[0]
+    expected = {f"{kind}.{name}" for kind in ("model", "exp_avg", "exp_avg_sq") for name in names}
+    buffers = {key for key in sizes if key.startswith("buffer.")}
+    assert set(sizes) - buffers == expected
+    assert {key.rsplit(".", 1)[1] for key in buffers} == {"expert_bias", "lagged_counts"}
+    assert sizes["exp_avg.blocks.1.feed_forward.experts.w_gate_up"] == 8 * 40 * 36
+
+
+def weights_only_case(rank: Runtime, path: str) -> tuple[Any, float, bool, float]:
+    step = build(
+        rank, model_config(), {"expert_parallel": 2, "compute_dtype": "bfloat16"}, ADAMW, 9
+    )
+    Checkpointer(step.optimizer).load_weights(Path(path))
+    moments = float(sum(m.abs().sum() for m in step.optimizer.exp_avgs))
+    bias = any(router.expert_bias.any() for router in step.routers)
+    return owned(step), moments, bias, float(step.optimizer.step_count)
+
+
+def test_init_from_takes_the_main_weights_alone(ranks, tmp_path):
+    parallel = {"expert_parallel": 2, "compute_dtype": "bfloat16"}
+    path = ranks(2).run(save_case, parallel, 2, 4, str(tmp_path))[0]
+    trained = ranks(2).run(straight_case, parallel, 2, 4)
+    for (_, expected), (found, moments, bias, count) in zip(
+        trained, ranks(2).run(weights_only_case, path), strict=True
+    ):
+        assert found == expected, "FP32 main weights, not the rounded ones"
+        assert (moments, bias, count) == (0.0, True, 0.0)
+
+
+def error_case(rank: Runtime, path: str, model: dict[str, Any], optim: dict[str, Any]) -> str:
+    step = build(rank, model_config(**model), {"expert_parallel": 2}, optim)
+    try:
+        Checkpointer(step.optimizer).load(Path(path))
+    except CheckpointError as error:
+        return str(error)
+    return "loaded"
+
+
+@pytest.mark.parametrize(
+    ("model", "optim", "message"),
+    [
+        ({"qk_norm": "none"}, ADAMW, "unexpected exp_avg.blocks.0.attention.k_norm.weight"),
+        ({"tie_embeddings": True}, ADAMW, "unexpected exp_avg.lm_head.weight"),
+        ({"n_layers": 4}, ADAMW, "missing buffer.blocks.3.feed_forward.router.expert_bias"),
+        (
+            {"vocab_size": 100},
+            ADAMW,
+            "is of another model: lm_head.weight [96, 36] instead of [100, 36]",
+        ),
+        ({}, {"name": "sgd"}, "unexpected exp_avg.blocks.0.attention.k_norm.weight"),
+    ],
+)
+def test_what_does_not_fit_is_named_on_every_rank(ranks, tmp_path, model, optim, message):
+    path = ranks(2).run(save_case, {"expert_parallel": 2}, 1, 4, str(tmp_path))[0]
+    messages = ranks(2).run(error_case, path, model, optim)
+    assert messages[0] == messages[1]
+    assert message in messages[0]
+
+
+def full_disk_case(rank: Runtime, where: str) -> str:
+    """Rank 1 may write no more than 4 KiB to a file."""
+    import resource
+    import signal
+
+    step = build(rank, model_config(), {"expert_parallel": 2}, ADAMW)
+    checkpointer = Checkpointer(step.optimizer)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+    try:
+        checkpointer.save(Path(where), 1, {}, None)
+        first = "saved"
+    except CheckpointError as error:
+        first = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    checkpointer.save(Path(where), 1, {}, None)
+    return first
+
+
+def test_a_full_disk_on_one_rank_is_an_error_on_all_and_a_retry_works(ranks, tmp_path):
+    messages = ranks(2).run(full_disk_case, str(tmp_path))
+    assert all("cannot save" in m and "rank 1: OSError" in m for m in messages), messages
+    assert [path.name for path in folders.complete_checkpoints(tmp_path)] == ["step-00000001"]
+
+
+def test_only_complete_checkpoints_count(tmp_path):
+    for step in (5, 20, 100):
+        folders.commit(
+            folders.begin(folders.folder_of(tmp_path, step)), folders.folder_of(tmp_path, step), {}
+        )
+    folders.begin(folders.folder_of(tmp_path, 120))
+    (folders.folder_of(tmp_path, 110)).mkdir()
+    names = [path.name for path in folders.complete_checkpoints(tmp_path)]
+    assert names == ["step-00000005", "step-00000020", "step-00000100"]
+    folders.keep_last(tmp_path, 2)
+    assert [p.name for p in folders.complete_checkpoints(tmp_path)] == names[1:]
+
+
+def test_a_kill_at_any_system_call_leaves_a_complete_checkpoint(tmp_path, monkeypatch):
+    """Save step 7 twice; the second save dies at each of its file operations in turn."""
+    final = folders.folder_of(tmp_path, 7)
+    folders.commit(folders.begin(final), final, {"try": 0})
+    older = folders.folder_of(tmp_path, 3)
+    folders.commit(folders.begin(older), older, {"try": 0})
+
+    class Killed(BaseException):
+        pass
+
+    operations = [(Path, "rename"), (os, "fsync"), (shutil, "rmtree"), (Path, "mkdir")]
+    originals = {(owner, name): getattr(owner, name) for owner, name in operations}
+    deaths = 0
+    for moment in range(20):
+        calls = 0
+
+        def dying(original: Any, moment: int = moment) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls > moment:
+                    raise Killed
+                return original(*args, **kwargs)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for (owner, name), original in originals.items():
+                patch.setattr(owner, name, dying(original))
+            try:
+                folders.commit(folders.begin(final), final, {"try": moment})
+            except Killed:
+                deaths += 1
+        newest = folders.complete_checkpoints(tmp_path)[-1]
+        assert newest in (final, older)
+        assert json.loads((newest / folders.STATE).read_text())["format"] == 1
+    assert 5 < deaths < 20
+
+
+def test_a_state_of_another_format_or_none_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no such checkpoint, or not a complete one"):
+        folders.read_state(tmp_path)
+    (tmp_path / folders.STATE).write_text('{"format": 99}')
+    with pytest.raises(CheckpointError, match=r"format 99, but this version reads 1"):
+        folders.read_state(tmp_path)
+    (tmp_path / folders.STATE).write_text("{")
+    with pytest.raises(CheckpointError, match=r"cannot be read"):
+        folders.read_state(tmp_path)

@@ -48,16 +48,21 @@ class FullyShardedDataParallel(DataParallel):
         if on_meta:
             model.to_empty(device=mesh.device)
         self.shards = []
+        self._parameters: list[nn.Parameter] = []
         for logical in parameters:
             parameter = model.get_parameter(logical.name)
             assert isinstance(parameter, DTensor)
+            self._parameters.append(parameter)
             shard = _shard(logical, parameter)
             if on_meta and shard.main.numel():
                 _fill(shard, logical, initial(logical, parameter).flatten())
             self.shards.append(shard)
 
     def begin_window(self) -> None:
-        self.model.zero_grad(set_to_none=True)
+        # Not model.zero_grad: while weights are gathered, as after an evaluation in ``window``, the
+        # model's parameters are the whole ones, and the shards would keep their old gradients.
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def begin_microbatch(self, *, last: bool) -> None:
         if not self.keeps_window:

@@ -110,7 +110,7 @@ def test_a_bad_file_is_named(tmp_path, text, message):
 
 
 def test_a_missing_file_and_a_binary_one(tmp_path):
-    with pytest.raises(ConfigurationError, match="cannot read the config nowhere.yaml"):
+    with pytest.raises(ConfigurationError, match=r"cannot read the config nowhere\.yaml"):
         load_config("nowhere.yaml")
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"\xff\xfe\x00")

@@ -45,9 +45,11 @@ def layer(
     dispatcher: TokenDispatcher, x: Tensor, idx: Tensor, weights: Tensor, experts: Any
 ) -> Tensor:
     rows = dispatcher.finish(dispatcher.start(x, idx, weights))
-    layout = expert_layout(rows.local_expert_Rm, experts[0].shape[0])
+    w_gate_up, w_down = experts
+    layout = expert_layout(rows.local_expert_Rm, w_gate_up.shape[0])
     weight_P = rows.weights_Rm.flatten()[layout.slot_P]
-    return dispatcher.combine(grouped_mlp(rows.x_RD, weight_P, *experts, layout), rows.handle)
+    y_RD = grouped_mlp(rows.x_RD, weight_P, w_gate_up, w_down, layout)
+    return dispatcher.combine(y_RD, rows.handle)
 
 
 def equality_case(rank: Runtime, kind: str, tokens: list[int], top_k: int, how: str) -> None:

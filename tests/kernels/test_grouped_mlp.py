@@ -107,7 +107,7 @@ def test_twenty_runs_are_bitwise_equal():
 
 
 def test_bf16_accumulates_in_fp32():
-    """64 equal pairs of a row: a bf16 sum would stop growing at 256 times the summand's last bit."""
+    """63 small pairs on a large one: a bf16 sum would lose each of them."""
     slots = 64
     table = torch.arange(slots, dtype=torch.int32)[None]
     layout = expert_layout(table, slots)

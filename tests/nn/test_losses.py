@@ -25,6 +25,7 @@ def test_losses_and_gradients_equal_those_of_torch(chunk, z_weight):
     assert losses.cross_entropy.item() == pytest.approx(cross_entropy.item(), rel=1e-6)
     assert losses.z_loss.item() == pytest.approx(z_loss.item(), rel=1e-6)
     for mine, reference in ((h.grad, h64.grad), (w.grad, w64.grad)):
+        assert mine is not None
         torch.testing.assert_close(mine.double(), reference, rtol=1e-5, atol=1e-6)
 
 

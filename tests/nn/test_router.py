@@ -81,7 +81,7 @@ def test_logits_are_fp32_under_bf16():
 
 @pytest.mark.parametrize("scope", ["global", "sequence", "micro_batch"])
 def test_loss_is_one_a_token_at_perfect_balance(scope):
-    """Each of 4 experts is the choice of a quarter of the tokens, with the same mean probability."""
+    """Each of 4 experts is chosen by a quarter of the tokens, with the same mean probability."""
     made = router(experts=4, top_k=1, width=4, lb_loss_scope=scope)
     with torch.no_grad():
         made.gate.weight.copy_(torch.eye(4) * 3)

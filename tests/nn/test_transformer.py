@@ -10,7 +10,14 @@ from olmo_shard.nn.init import initial_tensor
 from olmo_shard.nn.losses import IGNORE_INDEX
 from olmo_shard.nn.recompute import checkpointed, decide_once
 from olmo_shard.nn.transformer import Transformer
-from tests.support.tiny import LENGTH, VOCAB, global_batch, meta_model, model_config
+from tests.support.tiny import (
+    LENGTH,
+    VOCAB,
+    global_batch,
+    meta_model,
+    model_config,
+    moe_layer,
+)
 
 
 def real_model(config: ModelConfig, seed: int = 3) -> Transformer:
@@ -91,10 +98,10 @@ def test_objective_adds_each_layers_weighted_losses():
 
 
 def test_all_experts_with_equal_weights_is_the_dense_sum():
-    """top_k = E and zero gate: each expert has weight 1/E, so the layer is the mean of all experts."""
+    """A zero gate gives each expert weight 1/E: the layer is the mean of all experts."""
     config = model_config(moe={"num_experts": 8, "top_k": 8, "num_shared_experts": 0})
     model = real_model(config)
-    moe = model.blocks[1].feed_forward
+    moe = moe_layer(model, 1)
     nn.init.zeros_(moe.router.gate.weight)
     x = torch.randn(2, 5, config.d_model)
     found, _ = moe(x, torch.ones(2, 5, dtype=torch.bool))

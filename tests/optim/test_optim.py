@@ -9,7 +9,7 @@ from olmo_shard.config import OptimConfig, ScheduleConfig
 from olmo_shard.distributed.runtime import Runtime
 from olmo_shard.optim.adamw import StepScalars, adamw_, sgd_
 from olmo_shard.optim.schedule import describe_schedule, learning_rate
-from tests.support.tiny import build, model_config, owned, train, window_of
+from tests.support.tiny import build, model_config, moe_layer, owned, train, window_of
 
 
 def scalars(lr: float, divisor: float = 1.0, skip: float = 0.0) -> StepScalars:
@@ -129,8 +129,7 @@ def skip_case(rank: Runtime, parallel: dict[str, Any], name: str) -> tuple[Any, 
             return (x, *args[1:])
         return None
 
-    moe = step.model.blocks[2].feed_forward
-    handle = moe.router.register_forward_pre_hook(poison)
+    handle = moe_layer(step.model, 2).router.register_forward_pre_hook(poison)
     output = step(window_of(1, rank.rank, rank.world_size, 4, ignored=False), 1e-2)
     handle.remove()
     unchanged = all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from olmo_shard.distributed import collectives
 from olmo_shard.distributed.runtime import Runtime
-from tests.support.tiny import build, model_config, train
+from tests.support.tiny import build, model_config, moe_layer, train
 
 MOE_LAYERS = 2
 
@@ -108,7 +108,7 @@ def payload_case(rank: Runtime, parallel: dict[str, Any]) -> tuple[int, int]:
     """Bytes of row exchanges, and bytes by the formula from the routing seen."""
     step = build(rank, model_config(), parallel, {"name": "adamw"})
     pairs: list[int] = []
-    dispatcher = step.model.blocks[1].feed_forward.dispatcher
+    dispatcher = moe_layer(step.model, 1).dispatcher
     original = dispatcher.start
 
     def start(x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, weights_TK: torch.Tensor) -> Any:
@@ -118,14 +118,14 @@ def payload_case(rank: Runtime, parallel: dict[str, Any]) -> tuple[int, int]:
                 pairs.append(int((owners == other).any(dim=1).sum()))
         return original(x_TD, topk_idx_TK, weights_TK)
 
-    dispatcher.start = start
+    dispatcher.start = start  # type: ignore[method-assign]
     before = collectives.traffic.bytes["rows"]
     train(step, rank, 1, 4)
     return collectives.traffic.bytes["rows"] - before, sum(pairs)
 
 
 def test_payload_is_the_distinct_pairs_of_token_and_remote_rank(ranks):
-    """D = 36 FP32 values a row; weights ride with dispatch rows (8 bytes), experts too (8 bytes)."""
+    """D = 36 FP32 values a row; dispatch rows carry weights and experts of 8 bytes each."""
     results = ranks(2).run(payload_case, {"expert_parallel": 2})
     sent = sum(found for found, _ in results)
     rows = sum(pairs for _, pairs in results)

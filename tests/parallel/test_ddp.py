@@ -1,5 +1,7 @@
 """Mode ddp: views, types, unused parameters, memory, equality of experts. Runs on gloo, in CI."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -89,7 +91,7 @@ class TwoHeads(nn.Module):
         self.unused = nn.Parameter(torch.ones(3))
 
 
-def unused_case(rank: Runtime) -> list[list[float]]:
+def unused_case(rank: Runtime) -> list[list[Any]]:
     mesh = mesh_of(rank)
     with torch.device("meta"):
         model = TwoHeads()

@@ -158,7 +158,7 @@ def test_compile_gives_the_same_losses_and_compiles_once(ranks, mode):
     expected = torch.tensor(one_rank(ranks, {}, SGD, 0.05)[0][0])
     found, graphs = ranks(2).run(compile_case, layout | {"compile": True})[0]
     torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-5, atol=0)
-    # Attention, the dense feed-forward and the shared expert: the same three for every layer and step.
+    # Attention, the dense feed-forward, the shared expert: the same for every layer and step.
     assert graphs == 3
 
 

@@ -9,7 +9,6 @@ import multiprocessing as mp
 import traceback
 import warnings
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -36,7 +35,7 @@ class RankGroup:
     def __init__(self, size: int) -> None:
         context = mp.get_context("spawn")
         self._store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-        self._pipes: list[Connection] = []
+        self._pipes: list[Any] = []
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
@@ -64,13 +63,13 @@ class RankGroup:
                 process.join()
             process.close()
 
-    def _outcome(self, rank: int, pipe: Connection) -> tuple[str | None, Any]:
+    def _outcome(self, rank: int, pipe: Any) -> tuple[str | None, Any]:
         if not pipe.poll(_CASE_SECONDS):
             return f"no answer within {_CASE_SECONDS} s", None
         return pipe.recv()
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+def _serve(pipe: Any, rank: int, size: int, port: int) -> None:
     warnings.simplefilter("error")
     # torch's own modules warn about each other when torch.compile is first used.
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.")

@@ -9,7 +9,8 @@ from olmo_shard.config import ModelConfig, OptimConfig, ParallelConfig
 from olmo_shard.data.loader import MicroBatch
 from olmo_shard.distributed.runtime import Runtime
 from olmo_shard.nn.losses import IGNORE_INDEX
-from olmo_shard.nn.transformer import Transformer
+from olmo_shard.nn.moe import MoE
+from olmo_shard.nn.transformer import Block, Transformer
 from olmo_shard.optim.sharded import DistributedOptimizer
 from olmo_shard.parallel.apply import parallelize
 from olmo_shard.train.step import StepOutput, TrainStep
@@ -45,6 +46,13 @@ def model_config(router: dict[str, Any] | None = None, **changes: Any) -> ModelC
         **changes,
     }
     return ModelConfig.model_validate(fields)
+
+
+def moe_layer(model: Transformer, index: int) -> MoE:
+    block = model.blocks[index]
+    assert isinstance(block, Block)
+    assert isinstance(block.feed_forward, MoE)
+    return block.feed_forward
 
 
 def meta_model(config: ModelConfig) -> Transformer:

@@ -85,7 +85,7 @@ def test_resume_in_the_same_layout_is_bitwise(ranks, tmp_path, dtype):
 def contents_case(rank: Runtime, path: str) -> tuple[dict[str, int], list[str]]:
     import torch.distributed.checkpoint as dcp
 
-    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    metadata: dict[str, Any] = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     step = build(rank, model_config(), {"compile": True, "activation_checkpointing": "full"}, ADAMW)
     return {key: value.size.numel() for key, value in metadata.items()}, [
         name for name, _ in step.model.named_parameters()

@@ -1,0 +1,126 @@
+"""The package as a whole: which way imports go, what importing costs, what the wheel holds. Runs in
+CI."""
+
+import ast
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ORDER = [
+    "errors", "config", "distributed", "kernels", "dispatch", "nn", "parallel", "optim", "data",
+    "train", "experiment", "tools", "cli",
+]  # fmt: skip
+
+
+def sources() -> list[Path]:
+    package = sorted((ROOT / "olmo_shard").rglob("*.py"))
+    return [*package, *sorted((ROOT / "kernels").glob("*.py"))]
+
+
+def part_of(path: Path) -> str:
+    relative = path.relative_to(ROOT)
+    return (
+        relative.parts[0]
+        if relative.parts[0] == "kernels"
+        else relative.parts[1].removesuffix(".py")
+    )
+
+
+def imports_of(path: Path) -> list[str]:
+    found: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.append(node.module or "")
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_one_way(path):
+    part = part_of(path)
+    for name in imports_of(path):
+        package, _, rest = name.partition(".")
+        assert package != "kernels", "import olmo_shard.kernels"
+        if package != "olmo_shard" or not rest or part in ("__init__", "__main__"):
+            continue
+        imported = rest.split(".")[0]
+        if imported in ORDER:
+            assert ORDER.index(imported) <= ORDER.index(part), f"{part} imports {imported}"
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "olmo_shard/nn").glob("*.py")), ids=lambda p: p.name
+)
+def test_a_model_never_sees_a_rank(path):
+    forbidden = ("olmo_shard.distributed", "olmo_shard.parallel", "torch.distributed")
+    assert not [name for name in imports_of(path) if name.startswith(forbidden)]
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "olmo_shard/config").glob("*.py")), ids=lambda p: p.name
+)
+def test_the_config_needs_no_torch(path):
+    assert not [name for name in imports_of(path) if name.split(".")[0] == "torch"]
+
+
+def test_files_and_functions_stay_small():
+    for path in sources():
+        assert path.read_text().count("\n") <= 300, path
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                assert (node.end_lineno or 0) - node.lineno < 80, f"{path}: {node.name}"
+
+
+@pytest.mark.parametrize("module", ["olmo_shard", "olmo_shard.cli"])
+def test_importing_is_light_and_writes_nothing(tmp_path, module):
+    code = (
+        f"import sys, {module}; heavy = {{'torch', 'triton', 'wandb', 'numpy', 'matplotlib'}};"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-B", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
+    assert not list(tmp_path.iterdir())
+
+
+def test_training_needs_no_triton(tmp_path):
+    code = (
+        "import sys; sys.modules['triton'] = None; import olmo_shard.experiment;"
+        "print('matplotlib' in sys.modules, 'wandb' in sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == ["False", "False"]
+
+
+def test_the_wheel_holds_the_kernels(tmp_path):
+    """Built without isolation: setuptools comes with the dev extra, and CI needs no second
+    download."""
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        str(tmp_path),
+    ]
+    copy = tmp_path / "tree"
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(copy)], check=True)
+    subprocess.run([*command, str(copy)], check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    for path in sources():
+        relative = path.relative_to(ROOT)
+        inside = f"olmo_shard/{relative}" if relative.parts[0] == "kernels" else str(relative)
+        assert inside in names
+    assert not [name for name in names if name.startswith(("kernels/", "tests/"))]

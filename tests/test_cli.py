@@ -225,7 +225,8 @@ def test_two_jobs_at_once_and_one_loses_a_rank(tmp_path):
     assert len(records(tmp_path / "b")) == 8
 
 
-def test_ending_the_launcher_ends_its_ranks(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ending_the_launcher_ends_its_ranks(tmp_path, number):
     config = write_config(tmp_path)
     job = start("train", config, "train.steps=100000", "eval.every=0", "--nproc", "2")
     deadline = time.monotonic() + 60
@@ -234,10 +235,13 @@ def test_ending_the_launcher_ends_its_ranks(tmp_path):
         time.sleep(0.1)
     ranks = children(job.pid)
     time.sleep(1)
-    job.terminate()
+    job.send_signal(number)
     code, _ = finish(job, seconds=20)
-    assert code == 128 + signal.SIGTERM
-    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    assert code == (128 + number if number == signal.SIGTERM else -number)
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+        assert time.monotonic() < deadline, "ranks are left behind"
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize(
@@ -246,6 +250,7 @@ def test_ending_the_launcher_ends_its_ranks(tmp_path):
         (["train.stepz=1"], r"train.stepz: unknown key"),
         (["parallel.expert_parallel=2"], r"expert_parallel = 2 does not divide the 1 rank"),
         (["train.global_batch_tokens=100"], r"100 is not a multiple of ranks x"),
+        (["run.threads=100000"], r"run.threads = 100000 is more than the"),
         (["model.vocab_size=40"], r"is outside the vocabulary of 40 ids"),
         (["data.sources.0.path=none.bin"], r"no such file or folder: none.bin"),
         (["checkpoint.resume=/nowhere"], r"checkpoint /nowhere: no such checkpoint"),

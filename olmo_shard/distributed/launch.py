@@ -64,7 +64,8 @@ def _start(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         ERROR_FILE: str(error_file),
     }
-    return subprocess.Popen([sys.executable, "-m", "olmo_shard", *arguments], env=environ)
+    command = [sys.executable, "-m", "olmo_shard.distributed.local_rank", *arguments]
+    return subprocess.Popen(command, env=environ, stdin=subprocess.PIPE)
 
 
 def _watch(ranks: list[subprocess.Popen[bytes]]) -> dict[int, int]:

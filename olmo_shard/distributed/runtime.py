@@ -46,17 +46,9 @@ def runtime(
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = _store(info, timeout, served)
     local_rank, local_world_size = _local_place(info, store)
-    device = torch.device("cpu")
-    if use_cuda:
-        if local_rank >= torch.cuda.device_count():
-            raise ConfigurationError(
-                f"local rank {local_rank} has no GPU: this host has {torch.cuda.device_count()}; "
-                "start fewer ranks or set run.device=cpu"
-            )
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = run.threads or max(1, (cores or 1) // local_world_size)
+    device = _cuda_device(local_rank) if use_cuda else torch.device("cpu")
+    check_threads(run)
+    threads = run.threads or max(1, available_cores() // local_world_size)
     torch.set_num_threads(threads)
     backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
     dist.init_process_group(
@@ -83,6 +75,33 @@ def _use_cuda(device: str) -> bool:
             "run.device = cuda, but torch finds no CUDA device; use auto or cpu"
         )
     return device != "cpu" and torch.cuda.is_available()
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def check_threads(run: RunConfig) -> None:
+    """:raises ConfigurationError: where more threads are asked for than there are cores."""
+    if run.threads is not None and run.threads > available_cores():
+        raise ConfigurationError(
+            f"run.threads = {run.threads} is more than the {available_cores()} core(s) that this "
+            "process may use; lower it, or use null to share them among the local ranks"
+        )
+
+
+def _cuda_device(local_rank: int) -> torch.device:
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigurationError(
+            f"local rank {local_rank} has no GPU: this host has {torch.cuda.device_count()}; "
+            "start fewer ranks or set run.device=cpu"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
 
 
 def _store(info: RankInfo, timeout: timedelta, served: bool) -> dist.Store:

@@ -9,6 +9,7 @@ from olmo_shard.config import Config
 from olmo_shard.data.loader import total_steps
 from olmo_shard.data.source import open_sources
 from olmo_shard.data.token_file import TokenFile
+from olmo_shard.distributed.runtime import check_threads
 from olmo_shard.errors import DataError
 from olmo_shard.train.checkpoint_folder import read_state
 from olmo_shard.train.start import check_something_left, choose_checkpoint
@@ -25,6 +26,7 @@ def preflight(config: Config, world_size: int) -> list[TokenFile]:
     :raises OlmoShardError: for the first part that is wrong.
     """
     config.check_world(world_size)
+    check_threads(config.run)
     training = {f"data.sources.{i}": source for i, source in enumerate(config.data.sources)}
     validation = {f"data.validation.{name}": s for name, s in config.data.validation.items()}
     everything = open_sources(training | validation, config.data, config.model.vocab_size)

@@ -153,8 +153,7 @@ def _version(
 
 
 def main() -> None:
-    """Run a command; what a user did wrong ends in one message and exit code 2, without a
-    traceback."""
+    """Run a command; a user's mistake ends in one message and exit code 2, no traceback."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         app()

@@ -1,5 +1,4 @@
-"""The package as a whole: which way imports go, what importing costs, what the wheel holds. Runs in
-CI."""
+"""Which way imports go, what importing costs, what the wheel holds. Runs in CI."""
 
 import ast
 import subprocess
@@ -103,8 +102,7 @@ def test_training_needs_no_triton(tmp_path):
 
 
 def test_the_wheel_holds_the_kernels(tmp_path):
-    """Built without isolation: setuptools comes with the dev extra, and CI needs no second
-    download."""
+    """Built without isolation: setuptools comes with the dev extra."""
     command = [
         sys.executable,
         "-m",

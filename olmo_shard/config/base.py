@@ -4,8 +4,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """A section of the config: unknown keys are errors, values are never coerced, nothing changes
-    later."""
+    """A section: unknown keys are errors, values are never coerced, nothing changes later."""
 
     model_config = ConfigDict(
         extra="forbid",

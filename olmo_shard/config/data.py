@@ -9,8 +9,7 @@ from olmo_shard.config.base import Section
 
 class DataSource(Section):
     path: str | list[str]
-    """A folder written by ``olmo-shard prepare``, or raw token files (a path, a glob, or a list of
-    them)."""
+    """A folder written by ``prepare``, or raw token files: a path, a glob, or a list of them."""
     split: Literal["train", "validation"] = "train"
     """Which part of a prepared folder to read."""
     weight: float = Field(default=1.0, gt=0)

@@ -17,8 +17,7 @@ class RouterConfig(Section):
     scale: float = Field(default=1.0, gt=0)
     """Factor on the weights, after normalisation."""
     lb_loss_weight: float = Field(default=0.0, ge=0)
-    """Weight of the load-balancing loss of each MoE layer (1.0 at perfect balance before the
-    weight)."""
+    """Weight of the load-balancing loss of each MoE layer, which is 1.0 at perfect balance."""
     lb_loss_scope: Literal["global", "sequence", "micro_batch"] = "global"
     """Over which tokens the expert fractions f are counted; ``micro_batch`` depends on the split.
     """

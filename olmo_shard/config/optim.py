@@ -25,8 +25,7 @@ class OptimConfig(Section):
 
 class ScheduleConfig(Section):
     name: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """Shape after the warm-up; ``wsd`` holds the peak and decays linearly over the last
-    decay_steps."""
+    """Shape after the warm-up; ``wsd`` holds the peak, then decays linearly over decay_steps."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up: step s of them has lr x s / warmup_steps."""
     decay_steps: int | None = Field(default=None, gt=0)

@@ -15,7 +15,8 @@ class DDPConfig(Section):
 class FSDPConfig(Section):
     reshard: Literal["forward", "window"] = "forward"
     """``forward`` frees gathered weights after each forward and reduces every micro-batch;
-    ``window`` keeps weights and FP32 gradients whole on each rank and reduces once per window."""
+    ``window`` keeps weights and FP32 gradients whole on each rank and reduces once per window.
+    """
 
 
 class ParallelConfig(Section):
@@ -24,8 +25,7 @@ class ParallelConfig(Section):
     expert_parallel: int = Field(default=1, gt=0)
     """Ranks over which the experts of a layer are spread."""
     dispatch: Literal["auto", "local", "collective"] = "auto"
-    """How token rows reach their experts; ``auto`` is ``local`` at expert_parallel 1, else
-    ``collective``."""
+    """How rows reach their experts; ``auto``: ``local`` at expert_parallel 1, else ``collective``."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations in forward and backward; main weights stay FP32."""
     compile: bool = False

@@ -48,11 +48,9 @@ class CheckpointConfig(Section):
     keep_last: int | None = Field(default=None, gt=0)
     """Checkpoints to keep; null keeps all."""
     resume: str = "auto"
-    """``auto`` takes the newest complete checkpoint of run.dir, ``never`` none, else the path of
-    one."""
+    """``auto``: the newest complete checkpoint of run.dir; ``never``: none; or the path of one."""
     init_from: str | None = None
-    """Path of a checkpoint whose weights a new run starts from, with fresh optimizer, schedule,
-    data."""
+    """Checkpoint whose weights a new run starts from, with fresh optimizer, schedule and data."""
 
 
 class TrackingConfig(Section):

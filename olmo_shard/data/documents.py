@@ -61,8 +61,7 @@ def find_files(sources: list[str], text_field: str) -> list[InputFile]:
 
 
 def standard_library_files() -> list[InputFile]:
-    """The sources of the running interpreter's standard library, tests left out: about 13 MB of
-    text."""
+    """The running interpreter's standard library, tests left out: about 13 MB of text."""
     library = Path(sysconfig.get_paths()["stdlib"])
     paths = [path for path in _walk(library, _NOT_LIBRARY) if path.suffix == ".py"]
     return [InputFile(path=path, text_field="") for path in paths]

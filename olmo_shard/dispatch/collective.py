@@ -12,8 +12,7 @@ from olmo_shard.dispatch.plan import DispatchPlan
 from olmo_shard.distributed import collectives
 
 _ALIGN = 8
-"""Bytes: every field of a packed row starts on a multiple, so that it can be viewed in its own
-type."""
+"""Bytes: every field of a packed row starts on a multiple, to be viewed in its own type."""
 
 
 @dataclass(frozen=True, kw_only=True)

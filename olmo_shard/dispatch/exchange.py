@@ -120,8 +120,7 @@ class _CombineFinish(torch.autograd.Function):
 
 
 def _sum_rows(rows_SD: Tensor, handle: DispatchHandle) -> Tensor:
-    """Add the rows of a token over the ranks, in FP32 and in rank order (a token has one row a
-    rank)."""
+    """Add the rows of a token, at most one a rank, in FP32 and in rank order."""
     plan = handle.plan
     shape = (plan.num_tokens, rows_SD.shape[1])
     out_TD = torch.zeros(shape, dtype=torch.float32, device=rows_SD.device)

@@ -111,8 +111,7 @@ def all_to_all_start(
 
 
 def gather_objects(value: object, group: dist.ProcessGroup) -> list[object]:
-    """The picklable ``value`` of every rank, on every rank. For set-up and errors, not for the
-    step."""
+    """The picklable ``value`` of every rank, on every rank. For set-up and errors alone."""
     values: list[object] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values

@@ -16,8 +16,7 @@ class RankInfo:
     rank: int
     world_size: int
     local_rank: int | None
-    """Rank on this host; null if the launcher does not say (then it is found by comparing host
-    names)."""
+    """Rank on this host; null, and then found by host names, if the launcher does not say."""
     local_world_size: int | None
     master_addr: str
     master_port: int

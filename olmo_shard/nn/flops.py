@@ -53,6 +53,5 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a device, null if it is not in the table: no MFU rather than a wrong
-    one."""
+    """Dense bf16 FLOP/s of a device; null if unknown: no MFU rather than a wrong one."""
     return next((peak for part, peak in _PEAK_FLOPS.items() if part in device_name), None)

@@ -92,8 +92,7 @@ class FlatSpace:
         self.grads = torch.zeros(length, dtype=torch.float32, device=device)
         """FP32; each gradient is a view."""
         self.mains = [self._main(bucket) for bucket in self.buckets]
-        """FP32 main weights of the own slice of each bucket; with FP32 compute, views of
-        ``weights``."""
+        """FP32 main weights of each bucket's own slice; in FP32 compute views of ``weights``."""
         for bucket in self.buckets:
             self._move_in(model, bucket, initial)
         self.shards = [

@@ -75,8 +75,7 @@ class FullyShardedDataParallel(DataParallel):
         """FSDP2 has reduced in backward."""
 
     def gather(self) -> None:
-        """FSDP2 gathers before each forward. Weights kept from a forward without backward are stale
-        now."""
+        """FSDP2 gathers before each forward; what an evaluation left gathered is stale now."""
         for module in self.modules:
             module.reshard()
 

@@ -30,8 +30,7 @@ class LogicalParameter:
 
 
 InitialValue = Callable[[LogicalParameter, Tensor], Tensor]
-"""The FP32 value of a rank's tensor, given its description and the tensor itself (which may be on
-meta)."""
+"""The FP32 value of a rank's tensor, given its description and the tensor, maybe on meta."""
 
 
 @dataclass(frozen=True, kw_only=True)

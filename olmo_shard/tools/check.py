@@ -15,8 +15,7 @@ from olmo_shard.train.checkpoint_folder import read_state
 from olmo_shard.train.start import check_something_left, choose_checkpoint
 
 SCAN_LIMIT_BYTES = 4 * 2**30
-"""``train`` reads all ids of this much data before it starts; of more, ids are checked as they are
-read."""
+"""``train`` scans this much data before it starts; of more, ids are checked as they are read."""
 
 
 def preflight(config: Config, world_size: int) -> list[TokenFile]:

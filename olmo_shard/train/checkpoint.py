@@ -7,6 +7,7 @@ torch's distributed checkpoint (DCP) finds out which ranges lie in which file. R
 stored whole.
 """
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from olmo_shard.distributed import collectives
+from olmo_shard.distributed.agree import on_first_rank
 from olmo_shard.errors import CheckpointError
 from olmo_shard.optim.sharded import DistributedOptimizer
 from olmo_shard.train import checkpoint_folder as folders
@@ -32,7 +34,6 @@ class Checkpointer:
         self.optimizer = optimizer
         self.model = optimizer.data_parallel.model
         self.control = optimizer.mesh.control
-        self.is_first = optimizer.mesh.rank == 0
         self._shapes = self._logical_shapes()
 
     def save(self, run_dir: Path, step: int, state: dict[str, Any], keep: int | None) -> Path:
@@ -43,7 +44,7 @@ class Checkpointer:
         :raises CheckpointError: on every rank, where one of them cannot write.
         """
         final = folders.folder_of(run_dir, step)
-        partial = self._on_first(lambda: str(folders.begin(final)), final)
+        partial = on_first_rank(self.control, lambda: folders.begin(final))
         try:
             dcp.save(
                 self._tensors(with_optimizer=True),
@@ -58,12 +59,11 @@ class Checkpointer:
             "shapes": {name: list(shape) for name, shape in self._shapes.items()},
         }
 
-        def commit() -> str:
-            folders.commit(Path(partial), final, state)
+        def commit() -> None:
+            folders.commit(partial, final, state)
             folders.keep_last(run_dir, keep)
-            return ""
 
-        self._on_first(commit, final)
+        on_first_rank(self.control, commit)
         return final
 
     def load(self, path: Path) -> dict[str, Any]:
@@ -71,29 +71,26 @@ class Checkpointer:
 
         :raises CheckpointError: naming what is missing, unexpected or of another shape.
         """
-        state = self._checked_state(path)
-        tensors = self._tensors(with_optimizer=True)
-        self._check_keys(path, self._keys(with_optimizer=True), strict=True)
-        self._read(path, tensors)
+        state = self._load(path, with_optimizer=True)
         self.optimizer.step_count.fill_(state["optimizer_steps"])
         return state
 
     def load_weights(self, path: Path) -> None:
         """Restore main weights and router biases alone: a new run starts from them."""
-        self._checked_state(path)
-        self._check_keys(path, self._keys(with_optimizer=False), strict=False)
-        self._read(path, self._tensors(with_optimizer=False))
+        self._load(path, with_optimizer=False)
 
-    def _read(self, path: Path, tensors: dict[str, Tensor]) -> None:
+    def _load(self, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
+        state = on_first_rank(self.control, lambda: self._checked_state(path, with_optimizer))
         try:
             dcp.load(
-                tensors,
+                self._tensors(with_optimizer=with_optimizer),
                 storage_reader=dcp.FileSystemReader(path),
                 process_group=self.control,
             )
         except CheckpointException as error:
             raise CheckpointError(f"cannot load {path}: {_first_cause(error)}") from error
         self.optimizer.data_parallel.gather()
+        return state
 
     def _tensors(self, *, with_optimizer: bool) -> dict[str, Tensor]:
         """Whatever this rank owns, by its key in the checkpoint."""
@@ -137,7 +134,8 @@ class Checkpointer:
             merged |= shapes
         return merged
 
-    def _checked_state(self, path: Path) -> dict[str, Any]:
+    def _checked_state(self, path: Path, with_optimizer: bool) -> dict[str, Any]:
+        """The trainer's state, if keys and shapes fit (DCP ignores keys that nobody asks for)."""
         state = folders.read_state(path)
         saved = {name: torch.Size(shape) for name, shape in state["shapes"].items()}
         other = [
@@ -147,40 +145,24 @@ class Checkpointer:
         ]
         if other:
             raise CheckpointError(f"checkpoint {path} is of another model: {_some(other)}")
-        return state
-
-    def _check_keys(self, path: Path, expected: set[str], *, strict: bool) -> None:
-        """DCP is silent about keys that nobody asks for."""
-        try:
-            saved = set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
-        except (OSError, EOFError) as error:
-            raise CheckpointError(
-                f"checkpoint {path}: its metadata cannot be read: {error}"
-            ) from error
-        missing = sorted(expected - saved)
-        unexpected = (
-            sorted(saved - expected)
-            if strict
-            else [key for key in sorted(saved - expected) if key.startswith("model.")]
+        expected, found = self._keys(with_optimizer=with_optimizer), _saved_keys(path)
+        missing = sorted(expected - found)
+        unexpected = sorted(
+            key for key in found - expected if with_optimizer or key.startswith("model.")
         )
         if missing or unexpected:
             raise CheckpointError(
                 f"checkpoint {path} does not fit the model and optimizer: "
                 f"missing {_some(missing)}; unexpected {_some(unexpected)}"
             )
+        return state
 
-    def _on_first(self, action: Any, final: Path) -> str:
-        """Run on the first rank; every rank gets the result, or the error."""
-        outcome: tuple[str, str | None] = ("", None)
-        if self.is_first:
-            try:
-                outcome = (action(), None)
-            except OSError as error:
-                outcome = ("", f"{error.strerror}: {error.filename}")
-        result, problem = collectives.broadcast_object(outcome, self.control)  # type: ignore[misc]
-        if problem is not None:
-            raise CheckpointError(f"cannot save {final}: {problem}")
-        return result
+
+def _saved_keys(path: Path) -> set[str]:
+    try:
+        return set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"checkpoint {path}: its metadata cannot be read: {error}") from error
 
 
 def _first_cause(error: CheckpointException) -> str:

@@ -13,8 +13,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 
 class LogicalTensor(torch.Tensor):
-    """A rank's ranges of a flattened logical tensor, as DCP wants them. Shares memory with the
-    shard."""
+    """A rank's ranges of a flattened logical tensor; shares memory with the shard."""
 
     _chunks: tuple[tuple[int, int], ...]
     _global_size: torch.Size

@@ -90,8 +90,7 @@ class StepMeter:
 
 
 def _loads(output: StepOutput) -> Record:
-    """Per MoE layer: the fullest expert against the mean, experts without a token, spread of the
-    bias."""
+    """Per MoE layer: fullest expert against the mean, experts without a token, bias spread."""
     counts_LE = output.counts_LE
     if not counts_LE.numel():
         return {}

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from olmo_shard.config import Config, dump_yaml
 from olmo_shard.distributed import collectives
+from olmo_shard.distributed.agree import on_first_rank
 from olmo_shard.distributed.mesh import Mesh
 from olmo_shard.errors import CheckpointError, ConfigurationError
 from olmo_shard.train.checkpoint_folder import complete_checkpoints, read_state
@@ -29,16 +30,10 @@ def check_same_config(config: Config, mesh: Mesh) -> None:
 
 def start_from(config: Config, trainer: Trainer, mesh: Mesh) -> str:
     """Resume, or begin a new run; returns a line for the log. Collective: rank 0 decides."""
-    run_dir = Path(config.run.dir)
-    decided = collectives.broadcast_object(_decide_on_first(config, mesh), mesh.control)
-    if isinstance(decided, CheckpointError | ConfigurationError):
-        raise decided
-    if mesh.rank == 0:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
-    if isinstance(decided, str):
-        trainer.load(Path(decided))
-        return f"resume    step {trainer.state.step} of {trainer.total_steps}, from {decided}"
+    chosen = on_first_rank(mesh.control, lambda: _open_run(config))
+    if chosen is not None:
+        trainer.load(chosen)
+        return f"resume    step {trainer.state.step} of {trainer.total_steps}, from {chosen}"
     if config.checkpoint.init_from:
         trainer.checkpointer.load_weights(Path(config.checkpoint.init_from))
         return f"start     new run, weights from {config.checkpoint.init_from}"
@@ -75,14 +70,17 @@ def check_something_left(path: Path, total_steps: int) -> None:
         )
 
 
-def _decide_on_first(config: Config, mesh: Mesh) -> str | Exception | None:
-    if mesh.rank != 0:
-        return None
+def _open_run(config: Config) -> Path | None:
+    """Make the run's folder, write the resolved config, choose the checkpoint to resume from."""
+    run_dir = Path(config.run.dir)
     try:
-        path = choose_checkpoint(config)
-    except CheckpointError as error:
-        return error
-    return None if path is None else str(path)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(
+            f"run.dir = {run_dir} cannot be written: {error.strerror}"
+        ) from error
+    return choose_checkpoint(config)
 
 
 def _flat(tree: dict, prefix: str = "") -> dict[str, object]:

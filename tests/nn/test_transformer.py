@@ -178,8 +178,7 @@ def test_parameter_formula_counts_what_is_there(changes):
 
 
 def test_flops_formula_on_a_worked_example():
-    """One dense layer: 6 x (attention 4 x 4 x 4 + SwiGLU 3 x 4 x 8 + norms 12 + head 10 x 4) + 6 x
-    1 x S x 4."""
+    """6 x (attention 4x4x4 + SwiGLU 3x4x8 + norms 12 + head 10x4) + 6 x 1 layer x S x 4."""
     config = ModelConfig(vocab_size=10, d_model=4, n_layers=1, n_heads=2, ffn_hidden=8)
     assert flops_per_token(config, sequence_length=3) == 6 * (64 + 96 + 12 + 40) + 6 * 3 * 4
 

@@ -1,5 +1,4 @@
-"""Collectives are counted: once a window, whatever its number of micro-batches. Runs on gloo, in
-CI."""
+"""Collectives a window, whatever its number of micro-batches. Runs on gloo, in CI."""
 
 from collections import Counter
 from typing import Any

@@ -149,8 +149,7 @@ def bytes_case(rank: Runtime, dtype: str) -> tuple[int, int, int, int]:
 
 @pytest.mark.parametrize(("dtype", "model", "sharded"), [("float32", 4, 8), ("bfloat16", 2, 12)])
 def test_resident_bytes_follow_the_formula(ranks, dtype, model, sharded):
-    """Per parameter: weights + FP32 gradient on every rank, main weights and moments over the
-    group."""
+    """Weights and FP32 gradients on every rank, main weights and moments over the group."""
     total, dense, experts, size = ranks(4).run(bytes_case, dtype)[0]
     expected = dense * (model + 4 + sharded / size) + experts * (model + 4 + sharded / (size // 2))
     assert total == pytest.approx(expected, rel=0.03)

@@ -61,8 +61,7 @@ def meta_model(config: ModelConfig) -> Transformer:
 
 
 def global_batch(step: int, *, ignored: bool = True) -> tuple[Tensor, Tensor]:
-    """Tokens and labels [SEQUENCES, LENGTH] of a step, with very unequal numbers of labels a
-    sequence."""
+    """Tokens and labels [SEQUENCES, LENGTH]; sequences have very unequal numbers of labels."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(0, VOCAB, (SEQUENCES, LENGTH + 1), generator=generator)
     tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].clone()

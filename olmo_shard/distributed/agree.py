@@ -1,0 +1,29 @@
+"""Things that all ranks must see alike."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from olmo_shard.distributed import collectives
+from olmo_shard.errors import OlmoShardError
+
+T = TypeVar("T")
+
+
+def on_first_rank(group: dist.ProcessGroup, action: Callable[[], T]) -> T:
+    """Run ``action`` on the group's first rank; every rank gets its result, or raises its error.
+
+    Ranks that ask a file system each for itself may get different answers, and then wait for each
+    other in different collectives.
+    """
+    outcome: Any = None
+    if group.rank() == 0:
+        try:
+            outcome = action()
+        except OlmoShardError as error:
+            outcome = error
+    outcome = collectives.broadcast_object(outcome, group)
+    if isinstance(outcome, OlmoShardError):
+        raise outcome
+    return outcome

@@ -78,20 +78,10 @@ def check(
     nproc: Annotated[int | None, typer.Option(min=1, help="Ranks of the run to check for.")] = None,
 ) -> None:
     """Validate a config, its data and its layout, and print it resolved."""
-    from olmo_shard.config import dump_yaml, load_config
-    from olmo_shard.nn.flops import parameter_counts
-    from olmo_shard.tools.check import preflight, scan
+    from olmo_shard.config import load_config
+    from olmo_shard.tools.check import check as run_check
 
-    loaded = load_config(config, overrides)
-    # Without --nproc: the fewest ranks that the config can run on.
-    world_size = nproc or loaded.parallel.expert_parallel
-    scan(preflight(loaded, world_size), loaded.model.vocab_size)
-    counts = parameter_counts(loaded.model)
-    print(dump_yaml(loaded))
-    print(f"# {counts.total:,} parameters, {counts.active:,} active per token")
-    print(
-        f"# valid for {world_size} rank(s), {loaded.num_microbatches(world_size)} micro-batch(es)"
-    )
+    print(run_check(load_config(config, overrides), nproc))
 
 
 @app.command()
@@ -105,41 +95,53 @@ def train(
     """Train: alone, as N local ranks (--nproc N), or as a rank under torchrun or SLURM."""
     from olmo_shard.config import load_config
     from olmo_shard.distributed.environment import rank_from_environment
-    from olmo_shard.tools.check import preflight, scan_before_training
 
     loaded = load_config(config, overrides)
     info = rank_from_environment()
-    if info and nproc:
-        raise LaunchError(
-            f"--nproc {nproc} starts ranks, but a launcher did so already (RANK = {info.rank}, "
-            f"WORLD_SIZE = {info.world_size}): drop one of them"
-        )
-    files = preflight(loaded, info.world_size if info else nproc or 1)
-    if info is None or info.rank == 0:
-        scan_before_training(files, loaded.model.vocab_size)
+    if info is not None:
+        if nproc:
+            raise LaunchError(
+                f"--nproc {nproc} starts ranks, but a launcher's variables say that this is rank "
+                f"{info.rank} of {info.world_size}: drop --nproc, or unset RANK and WORLD_SIZE "
+                "(under srun: SLURM_STEP_NUM_TASKS)"
+            )
+        loaded.check_world(info.world_size)
+        for note in info.notes:
+            print(note)
+        _run_rank(loaded, info)
+        return
+    _check_here(loaded, nproc or 1)
     if nproc and nproc > 1:
         from olmo_shard.distributed.launch import launch_local
 
         raise typer.Exit(launch_local(["train", config, *(overrides or [])], nproc))
-    for note in info.notes if info else ():
-        print(note)
+    _run_rank(loaded, None)
 
-    _run_rank(loaded, info)
+
+def _check_here(config: "Config", world_size: int) -> None:
+    """All checks before any rank starts."""
+    from olmo_shard.distributed.runtime import check_machine
+    from olmo_shard.train.preflight import preflight, scan_before_training
+
+    check_machine(config.run)
+    scan_before_training(preflight(config, world_size), config.model.vocab_size)
 
 
 def _run_rank(config: "Config", info: "RankInfo | None") -> None:
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    from olmo_shard.distributed.failure import is_lost_peer
+    from olmo_shard.distributed.failure import is_lost_peer, launcher_reports
     from olmo_shard.experiment import run
 
     try:
-        record(run)(config, info)
+        record(run)(config, info, scanned=info is None or launcher_reports())
     except RuntimeError as error:
         if info is None or not is_lost_peer(str(error)):
             raise
+        first = str(error).splitlines()[0]
         raise TrainingError(
-            f"rank {info.rank} lost a peer: {str(error).splitlines()[0]}"
+            f"rank {info.rank} lost a peer, or waited longer than run.timeout_seconds = "
+            f"{config.run.timeout_seconds} for one: {first}"
         ) from error
 
 
@@ -158,5 +160,8 @@ def main() -> None:
     try:
         app()
     except OlmoShardError as error:
-        print(f"olmo-shard: {error}", file=sys.stderr)
+        from olmo_shard.distributed.failure import launcher_reports
+
+        if not launcher_reports():
+            print(f"olmo-shard: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -22,36 +22,39 @@ from olmo_shard.train.callbacks.console import Console
 from olmo_shard.train.callbacks.jsonl import FILE, JsonLines, read_records
 from olmo_shard.train.callbacks.loss_curve import LossCurve
 from olmo_shard.train.callbacks.wandb import WandB
-from olmo_shard.train.start import check_same_config, start_from
+from olmo_shard.train.start import check_inputs, check_same_config, opened_run, start_from
 from olmo_shard.train.step import TrainStep
 from olmo_shard.train.trainer import Trainer
 
 
-def run(config: Config, info: RankInfo | None = None) -> None:
+def run(config: Config, info: RankInfo | None = None, *, scanned: bool = False) -> None:
     """Train as one rank; collective over all ranks of the run.
 
     :param info: this rank; null for a run of one process.
+    :param scanned: whether whoever started this rank has scanned the data already.
     """
     with runtime(info, config.run) as rank:
         mesh = build_mesh(rank, config.parallel.expert_parallel)
         check_same_config(config, mesh)
-        loader = DataLoader(config, rank.rank, rank.world_size)
-        validation = open_validation(config)
-        steps = total_steps(config, loader.num_sequences)
+        check_inputs(config, mesh, scanned=scanned)
+        with opened_run(config, mesh):
+            loader = DataLoader(config, rank.rank, rank.world_size)
+            validation = open_validation(config)
+            steps = total_steps(config, loader.num_sequences)
 
-        with torch.device("meta"):
-            model = Transformer(config.model)
-        data_parallel = parallelize(model, mesh, config.parallel, config.run.seed)
-        optimizer = DistributedOptimizer(data_parallel, mesh, config.optim)
-        step = TrainStep(model, optimizer, mesh)
+            with torch.device("meta"):
+                model = Transformer(config.model)
+            data_parallel = parallelize(model, mesh, config.parallel, config.run.seed)
+            optimizer = DistributedOptimizer(data_parallel, mesh, config.optim)
+            step = TrainStep(model, optimizer, mesh)
 
-        console = RichConsole(highlight=False, soft_wrap=True)
-        callbacks = _callbacks(config, console) if rank.rank == 0 else []
-        trainer = Trainer(config, mesh, loader, validation, step, steps, callbacks)
-        started = start_from(config, trainer, mesh)
-        lines = trainer.fit([*_describe(config, rank, loader, steps), started])
-        if rank.rank == 0:
-            Console(console).summary([*_outcome(config), *lines])
+            console = RichConsole(highlight=False, soft_wrap=True)
+            callbacks = _callbacks(config, console) if rank.rank == 0 else []
+            trainer = Trainer(config, mesh, loader, validation, step, steps, callbacks)
+            started = start_from(config, trainer, mesh)
+            lines = trainer.fit([*_describe(config, rank, loader, steps), started])
+            if rank.rank == 0:
+                Console(console).summary([*_outcome(config), *lines])
 
 
 def _callbacks(config: Config, console: RichConsole) -> list[Callback]:
@@ -65,6 +68,7 @@ def _describe(config: Config, rank: Runtime, loader: DataLoader, steps: int) -> 
     counts = parameter_counts(config.model)
     ep = parallel.expert_parallel
     return [
+        f"config    {config.run.dir}/config.yaml (resolved, with all overrides)",
         f"model     {counts.total:,} parameters, {counts.active:,} active per token",
         f"layout    {parallel.mode}, {rank.world_size} rank(s) = {rank.world_size // ep} ep_dp "
         f"x {ep} ep, dispatch {parallel.dispatch_taken} ({parallel.dispatch}), "

@@ -14,8 +14,10 @@ import pytest
 
 from olmo_shard import cli
 from olmo_shard.config import load_config
-from olmo_shard.tools import check as check_tool
+from olmo_shard.train import preflight as preflight_module
+from olmo_shard.train import trainer as trainer_module
 from olmo_shard.train.checkpoint_folder import complete_checkpoints
+from olmo_shard.train.run_folder import open_run
 from tests.support.configs import write_config, write_tokens
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -219,7 +221,9 @@ def test_two_jobs_at_once_and_one_loses_a_rank(tmp_path):
     os.kill(victim, signal.SIGKILL)
     code, output = finish(job, seconds=20)
     assert code == 128 + signal.SIGKILL
-    assert output.rstrip().endswith("rank 1 of 2 failed first: killed by signal 9"), output
+    assert output.rstrip().endswith("olmo-shard: rank 1 of 2 failed first: killed by signal 9"), (
+        output
+    )
     code, output = finish(other)
     assert code == 0, output
     assert len(records(tmp_path / "b")) == 8
@@ -277,7 +281,7 @@ def test_launchers_do_not_mix(tmp_path, main, monkeypatch):
     assert (code, "WORLD_SIZE is missing, although RANK is set" in printed) == (2, True)
     monkeypatch.setenv("WORLD_SIZE", "1")
     code, printed = main("train", config, "--nproc", "2")
-    assert (code, "a launcher did so already" in printed) == (2, True)
+    assert (code, "drop --nproc, or unset RANK and WORLD_SIZE" in printed) == (2, True)
 
 
 def test_a_finished_run_does_not_report_success_again(tmp_path, main):
@@ -307,11 +311,59 @@ def test_steps_that_diverge_are_skipped_and_then_end_the_run(tmp_path, main):
     assert records(tmp_path / "run")[-1]["skipped_steps"] == 3
 
 
+def test_a_step_read_late_is_still_recorded(tmp_path, main, monkeypatch):
+    """As on a GPU: figures are read after the next step is queued, and the last one at the end."""
+    monkeypatch.setattr(trainer_module, "reads_late", lambda device: True)
+    config = write_config(tmp_path)
+    for name, steps in (("one", 1), ("five", 5)):
+        run = tmp_path / name
+        overrides = [f"run.dir={run}", f"train.steps={steps}", "eval.every=0", "checkpoint.every=0"]
+        assert main("train", config, *overrides)[0] == 0
+        assert [r["step"] for r in records(run)] == list(range(1, steps + 1))
+
+
+def test_an_older_checkpoint_is_not_continued_beside_later_ones(tmp_path, main):
+    config = write_config(tmp_path)
+    assert main("train", config, "train.steps=6")[0] == 0
+    first, last = complete_checkpoints(tmp_path / "run")
+    code, printed = main("train", config, f"checkpoint.resume={first}")
+    assert (code, f"holds the later {last.name}" in printed) == (2, True)
+    code, printed = main("train", config, f"checkpoint.resume={first}", f"run.dir={tmp_path / 'b'}")
+    assert code == 0, printed
+    assert [r["step"] for r in records(tmp_path / "b")] == [4, 5, 6]
+
+
+def test_a_run_folder_is_for_one_job(tmp_path, main):
+    config = load_config(str(write_config(tmp_path)))
+    lock = open_run(config)
+    code, printed = main("train", tmp_path / "config.yaml")
+    assert (code, "is in use by another job" in printed) == (2, True)
+    lock.close()
+    assert main("train", tmp_path / "config.yaml")[0] == 0
+
+
+@pytest.mark.parametrize("kind", ["file", "below a file", "bad record"])
+def test_a_run_folder_that_cannot_be_used(tmp_path, main, kind):
+    config = write_config(tmp_path)
+    run = tmp_path / "run"
+    message = "is not a folder"
+    if kind == "bad record":
+        run.mkdir()
+        (run / "metrics.jsonl").write_text('{"step": 1}\ngarbage\n')
+        message = "metrics.jsonl line 2 is no record of a step"
+    elif kind == "file":
+        run.write_text("")
+    else:
+        run = tmp_path / "tokens.bin" / "run"
+    code, printed = main("train", config, f"run.dir={run}")
+    assert (code, message in printed, "Traceback" in printed) == (2, True, False), printed
+
+
 def test_an_id_found_while_reading_names_its_place(tmp_path, main, monkeypatch):
     """Of data too large to scan before training, ids are checked as they are read."""
     config = write_config(tmp_path)
     write_tokens(tmp_path / "tokens.bin", vocab=65)
-    monkeypatch.setattr(check_tool, "SCAN_LIMIT_BYTES", 0)
+    monkeypatch.setattr(preflight_module, "SCAN_LIMIT_BYTES", 0)
     code, printed = main("train", config)
     assert code == 2
     assert "id 64 at offset" in printed

@@ -1,14 +1,16 @@
 """Section ``data``: token files, their mixture and how sequences are cut from them."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from olmo_shard.config.base import Section
 
+Path = Annotated[str, Field(min_length=1)]
+
 
 class DataSource(Section):
-    path: str | list[str]
+    path: Path | Annotated[list[Path], Field(min_length=1)]
     """A folder written by ``prepare``, or raw token files: a path, a glob, or a list of them."""
     split: Literal["train", "validation"] = "train"
     """Which part of a prepared folder to read."""

@@ -104,7 +104,8 @@ def _child(node: Any, part: str, override: str) -> Any:
     if isinstance(node, list):
         if not part.isdecimal() or int(part) >= len(node):
             raise ConfigurationError(
-                f"override {override!r}: {part!r} is no place in a list of {len(node)} item(s)"
+                f"override {override!r}: {part!r} is no place in a list of {len(node)} item(s); "
+                "to lengthen it, give the whole list"
             )
         return node[int(part)]
     raise ConfigurationError(f"override {override!r}: {part!r} lies below {node!r}, a plain value")
@@ -114,20 +115,26 @@ def _validate(tree: dict[str, Any], path: str) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(item) for item in error.errors(include_url=False)]
+        lines = dict.fromkeys(_explain(item) for item in error.errors(include_url=False))
         raise ConfigurationError("\n".join([f"the config {path} is not valid:", *lines])) from error
 
 
 def _explain(item: Any) -> str:
-    location = [str(part) for part in item["loc"]]
-    where = ".".join(location) or "config"
+    # The alternatives of a union are marked by what pydantic calls them: not a part of the path.
+    tags = ("str", "constrained-str", "list[", "function-")
+    location = [str(part) for part in item["loc"] if not str(part).startswith(tags)]
+    where = ".".join(location)
     if item["type"] == "extra_forbidden":
         return f"  {where}: unknown key (value {item['input']!r}){_nearest(location)}"
     if item["type"] == "missing":
         return f"  {where}: missing; it has no default"
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error":
-        return f"  {where}: {message}"
+        return f"  {where}: {message}" if where else f"  {message}"
+    if item["type"] in ("model_type", "model_attributes_type"):
+        message = "a section is needed, with fields below it"
+    if item["type"] == "int_type" and isinstance(item["input"], float):
+        message = "a whole number is needed, written without a point or exponent"
     return f"  {where} = {item['input']!r}: {message}"
 
 

@@ -50,7 +50,7 @@ class MoEConfig(Section):
 
 
 class ModelConfig(Section):
-    vocab_size: int = Field(gt=1)
+    vocab_size: int = Field(gt=1, le=2**32)
     """Rows of the embedding; must cover the ids of the data."""
     d_model: int = Field(gt=0)
     """Width of the residual stream."""
@@ -111,6 +111,11 @@ class ModelConfig(Section):
         if self.n_dense_layers > self.n_layers:
             raise ValueError(
                 f"n_dense_layers = {self.n_dense_layers} is more than n_layers = {self.n_layers}"
+            )
+        if self.moe is not None and self.n_dense_layers == self.n_layers:
+            raise ValueError(
+                f"n_dense_layers = {self.n_dense_layers} leaves no layer of n_layers = "
+                f"{self.n_layers} for the moe section; lower it, or set moe to null"
             )
         if self.moe is None and self.n_dense_layers:
             raise ValueError(

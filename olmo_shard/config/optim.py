@@ -36,6 +36,14 @@ class ScheduleConfig(Section):
     """Step at which the decay ends; null means the last step of the run."""
 
     @model_validator(mode="after")
+    def _warmup_ends_before_the_decay(self) -> "ScheduleConfig":
+        if self.total_steps is not None and self.warmup_steps >= self.total_steps:
+            raise ValueError(
+                f"warmup_steps = {self.warmup_steps} is not below total_steps = {self.total_steps}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _decay_belongs_to_wsd(self) -> "ScheduleConfig":
         if self.name == "wsd" and self.decay_steps is None:
             raise ValueError("wsd needs decay_steps")

@@ -25,7 +25,7 @@ class ParallelConfig(Section):
     expert_parallel: int = Field(default=1, gt=0)
     """Ranks over which the experts of a layer are spread."""
     dispatch: Literal["auto", "local", "collective"] = "auto"
-    """How rows reach their experts; ``auto``: ``local`` at expert_parallel 1, else ``collective``."""
+    """How rows reach their experts; ``auto``: ``local`` on one rank, else ``collective``."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations in forward and backward; main weights stay FP32."""
     compile: bool = False

@@ -8,13 +8,13 @@ from olmo_shard.config.base import Section
 
 
 class TrainConfig(Section):
-    steps: int | None = Field(default=None, gt=0)
+    steps: int | None = Field(default=None, gt=0, le=10**9)
     """Stop after this many optimizer steps."""
-    tokens: int | None = Field(default=None, gt=0)
+    tokens: int | None = Field(default=None, gt=0, le=10**18)
     """Stop at the last whole step within this many tokens."""
-    epochs: float | None = Field(default=None, gt=0)
+    epochs: float | None = Field(default=None, gt=0, le=10**6)
     """Stop at the last whole step within this many passes over the training sources."""
-    global_batch_tokens: int = Field(gt=0)
+    global_batch_tokens: int = Field(gt=0, le=10**10)
     """Tokens of one optimizer step over all ranks."""
     micro_batch_tokens: int = Field(gt=0)
     """Tokens of one forward-backward on one rank."""
@@ -49,7 +49,7 @@ class CheckpointConfig(Section):
     """Checkpoints to keep; null keeps all."""
     resume: str = "auto"
     """``auto``: the newest complete checkpoint of run.dir; ``never``: none; or the path of one."""
-    init_from: str | None = None
+    init_from: str | None = Field(default=None, min_length=1)
     """Checkpoint whose weights a new run starts from, with fresh optimizer, schedule and data."""
 
 

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import sysconfig
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,8 +96,12 @@ def _json_lines(path: Path, field: str) -> Iterator[str]:
                     yield _field(json.loads(line), field, f"{path} line {number}")
     except json.JSONDecodeError as error:
         raise DataError(f"{path} line {number}: not valid JSON: {error.msg}") from error
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error, *_zstd_errors(path)) as error:
         raise DataError(f"{path} after line {number}: {error}") from error
+
+
+def _zstd_errors(path: Path) -> tuple[type[Exception], ...]:
+    return (_optional("zstandard", path).ZstdError,) if path.name.endswith(".zst") else ()
 
 
 def _open_text(path: Path) -> IO[str]:
@@ -119,17 +124,21 @@ def _parquet(path: Path, field: str) -> Iterator[str]:
             columns = ", ".join(table.schema_arrow.names)
             raise DataError(f"{path}: no column {field!r} (--text-field); columns: {columns}")
         row = 0
-        for batch in table.iter_batches(batch_size=_PARQUET_ROWS, columns=[field]):
-            for text in batch.column(0).to_pylist():
-                row += 1
-                yield _field({field: text}, field, f"{path} row {row}")
+        try:
+            for batch in table.iter_batches(batch_size=_PARQUET_ROWS, columns=[field]):
+                for text in batch.column(0).to_pylist():
+                    row += 1
+                    yield _field({field: text}, field, f"{path} row {row}")
+        except (arrow.ArrowInvalid, OSError) as error:
+            raise DataError(f"{path} after row {row}: {error}") from error
 
 
 def _field(record: Any, field: str, where: str) -> str:
     text = record.get(field) if isinstance(record, dict) else None
     if not isinstance(text, str):
         raise DataError(f"{where}: no string in field {field!r} (--text-field)")
-    return text
+    # Half a surrogate pair is valid in JSON, and no text.
+    return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def _optional(module: str, path: Path) -> Any:

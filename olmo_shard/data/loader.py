@@ -7,11 +7,11 @@ stream; rank r takes the r-th equal part of it. So the number of ranks and the m
 change nothing but who computes what.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from olmo_shard.config import Config
@@ -35,14 +35,19 @@ class MicroBatch(NamedTuple):
         return MicroBatch(self.tokens_BS.to(device), self.labels_BS.to(device), documents)
 
 
-@dataclass
-class LoaderState:
-    """The position in the stream."""
+class LoaderState(BaseModel):
+    """The position in the stream, and what the stream is made of."""
 
-    sequences: int
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    sequences: int = 0
     """Sequences that all ranks have taken."""
     drawn: list[int]
     """Of these, from each source."""
+    seed: int
+    sequence_length: int
+    source_tokens: list[int]
+    """Ids of each source: other files, another stream."""
 
 
 class DataLoader:
@@ -60,7 +65,12 @@ class DataLoader:
         self._shares = weights / weights.sum()
         self.batch_sequences = config.train.global_batch_tokens // config.data.sequence_length
         self.micro_sequences = config.train.micro_batch_tokens // config.data.sequence_length
-        self.state = LoaderState(sequences=0, drawn=[0] * len(self.sources))
+        self.state = LoaderState(
+            drawn=[0] * len(self.sources),
+            seed=config.run.seed,
+            sequence_length=config.data.sequence_length,
+            source_tokens=[source.num_tokens for source in self.sources],
+        )
 
     @property
     def num_sequences(self) -> int:
@@ -83,13 +93,24 @@ class DataLoader:
         ]
 
     def load_state(self, state: LoaderState) -> None:
-        """:raises CheckpointError: where the number of sources changed."""
-        if len(state.drawn) != len(self.sources):
-            raise CheckpointError(
-                f"the checkpoint was trained on {len(state.drawn)} source(s), but data.sources has "
-                f"{len(self.sources)}; restore the list, or start anew with checkpoint.init_from"
-            )
-        self.state = LoaderState(state.sequences, list(state.drawn))
+        """Go on at a position.
+
+        :raises CheckpointError: where it is the position in another stream: sequences would be
+            repeated or left out.
+        """
+        fields = {
+            "run.seed": "seed",
+            "data.sequence_length": "sequence_length",
+            "tokens of data.sources": "source_tokens",
+        }
+        for what, name in fields.items():
+            saved, here = getattr(state, name), getattr(self.state, name)
+            if saved != here:
+                raise CheckpointError(
+                    f"{what} = {here}, but the checkpoint was trained with {saved}: the order of "
+                    "the data would change; restore it, or start anew with checkpoint.init_from"
+                )
+        self.state = state.model_copy(deep=True)
 
     def _next(self) -> tuple[int, int]:
         """Source and position in its own stream of the next sequence."""

@@ -6,13 +6,14 @@ once, when complete.
 """
 
 import hashlib
+import math
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, get_args
 
 import numpy as np
 from rich.console import Console
@@ -20,7 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
 from olmo_shard.data.documents import InputFile
-from olmo_shard.data.token_file import Meta
+from olmo_shard.data.meta import Meta, TokenType
 from olmo_shard.data.tokenizer import eos_id, load_tokenizer, sample, sampling_step, train_bpe
 from olmo_shard.errors import DataError
 
@@ -66,7 +67,6 @@ def prepare(files: list[InputFile], options: PrepareOptions, console: Console) -
     _check(files, options)
     with _progress(console) as progress:
         tokenizer = _tokenizer(files, options, progress)
-        options.out.parent.mkdir(parents=True, exist_ok=True)
         # Beside the target, so that the rename at the end stays on one file system.
         with tempfile.TemporaryDirectory(dir=options.out.parent, prefix=".prepare-") as temporary:
             folder = Path(temporary) / "data"
@@ -78,17 +78,21 @@ def prepare(files: list[InputFile], options: PrepareOptions, console: Console) -
     return meta
 
 
-def narrowest_type(vocab_size: int) -> np.dtype:
+def narrowest_type(vocab_size: int) -> TokenType:
     """The narrowest unsigned type that holds all ids below ``vocab_size``."""
-    for name in ("uint8", "uint16", "uint32"):
+    for name in get_args(TokenType):
         if vocab_size - 1 <= np.iinfo(name).max:
-            return np.dtype(name)
+            return name
     raise DataError(f"a vocabulary of {vocab_size} ids does not fit uint32")
 
 
 def _check(files: list[InputFile], options: PrepareOptions) -> None:
     if not files:
         raise DataError("no sources: name files or folders, or use --stdlib")
+    try:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"--out {options.out} cannot be written: {error.strerror}") from error
     if options.out.exists():
         raise DataError(f"--out {options.out} exists already; remove it or choose another folder")
     if not 0 <= options.validation_fraction <= 0.5:
@@ -113,8 +117,8 @@ def _write(
     progress: Progress,
 ) -> Meta:
     vocab_size = _id_bound(tokenizer)
-    dtype, eos = narrowest_type(vocab_size), eos_id(tokenizer, options.eos)
-    every = round(1 / options.validation_fraction) if options.validation_fraction else 0
+    type_name, eos = narrowest_type(vocab_size), eos_id(tokenizer, options.eos)
+    dtype = np.dtype(type_name)
     with ExitStack() as stack:
         train, validation = (
             _SplitWriter(stack.enter_context((folder / f"{split}.bin").open("wb")), dtype)
@@ -122,17 +126,24 @@ def _write(
         )
         encoded = _encode(_documents(files, progress, "tokenize"), tokenizer)
         for number, ids in enumerate(encoded, start=1):
-            held_out = every and number % every == 0
+            held_out = _held_out(number, options.validation_fraction)
             (validation if held_out else train).write([*ids, eos])
+    if not train.tokens:
+        raise DataError(f"the {len(files)} source file(s) hold no text to train on")
     writers = dict(zip(SPLITS, (train, validation), strict=True))
     return Meta(
-        dtype=dtype.name,
+        dtype=type_name,
         vocab_size=vocab_size,
         eos_id=eos,
         tokens={split: writer.tokens for split, writer in writers.items()},
         documents={split: writer.documents for split, writer in writers.items()},
         sha256={split: writer.digest.hexdigest() for split, writer in writers.items()},
     )
+
+
+def _held_out(number: int, fraction: float) -> bool:
+    """Whether the ``number``-th document (from 1) goes to validation: evenly spread ones do."""
+    return math.floor(number * fraction) > math.floor((number - 1) * fraction)
 
 
 def _id_bound(tokenizer: Tokenizer) -> int:

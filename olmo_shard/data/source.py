@@ -29,6 +29,10 @@ class SequenceSource:
         self._order: tuple[tuple[int, int], np.ndarray] | None = None
 
     @property
+    def num_tokens(self) -> int:
+        return sum(len(ids) for ids in self._ids)
+
+    @property
     def eos_id(self) -> int | None:
         return self.files[0].eos_id
 
@@ -100,6 +104,9 @@ def _problem(file: TokenFile, data: DataConfig, vocab_size: int) -> str | None:
             f"{file.path}: its vocabulary has {file.vocab_size} ids, but model.vocab_size = "
             f"{vocab_size}; raise model.vocab_size"
         )
+    bound = file.vocab_size or vocab_size
+    if file.eos_id is not None and file.eos_id >= bound:
+        return f"{file.path}: eos_id = {file.eos_id} is outside the vocabulary of {bound} ids"
     if data.document_masking and file.eos_id is None:
         return f"{file.path}: data.document_masking needs the source's eos_id"
     return None

@@ -1,57 +1,24 @@
-"""Flat token files: little-endian unsigned ids, nothing else. And the meta.json beside prepared
-ones.
+"""Flat token files: little-endian unsigned ids, nothing else.
 
 OLMo-core and dolma write the same files (often with the ending .npy, although they have no NumPy
 header).
 """
 
 import hashlib
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from glob import glob, has_magic
 from pathlib import Path
 
 import numpy as np
 
 from olmo_shard.config import DataSource
+from olmo_shard.data.meta import META, Split, read_meta
 from olmo_shard.errors import DataError
 
-META = "meta.json"
 _CHUNK = 1 << 22
 """Ids read at once by a scan."""
 _HEAD_BYTES = 256
 """Read to see whether the declared type can be right."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Meta:
-    """What ``olmo-shard prepare`` says of a folder."""
-
-    dtype: str
-    vocab_size: int
-    eos_id: int
-    tokens: dict[str, int]
-    """Ids of each split."""
-    documents: dict[str, int]
-    sha256: dict[str, str]
-    """Checksum of each split's file."""
-
-    def save(self, folder: Path) -> None:
-        (folder / META).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-
-
-def read_meta(folder: Path) -> Meta:
-    """:raises DataError: where meta.json is missing, unreadable or incomplete."""
-    path = folder / META
-    try:
-        return Meta(**json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError as error:
-        raise DataError(
-            f"data folder {folder} has no {META}: it is not (or not completely) written by "
-            "olmo-shard prepare; run prepare again, or name raw token files and their dtype"
-        ) from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, TypeError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +61,10 @@ class TokenFile:
             head = file.read(_HEAD_BYTES)
         if head.startswith(b"\x93NUMPY"):
             return f"{self.path}: has a NumPy header; flat ids are needed (array.tofile)"
-        if self.dtype == np.uint16 and len(head) == _HEAD_BYTES:
-            ids = np.frombuffer(head, dtype=self.dtype)
-            if not ids[1::2].any() and ids[::2].any():
-                return f"{self.path}: every second id is 0: the file holds uint32, not uint16"
-        return None
+        whole = head[: len(head) // self.dtype.itemsize * self.dtype.itemsize]
+        zeros = _ZeroPattern(self)
+        zeros.see(np.frombuffer(whole, dtype=self.dtype))
+        return zeros.problem()
 
     def id_problem(self, vocab_size: int, advance=lambda ids: None) -> str | None:
         """The first id outside the vocabulary, or a wrong checksum. Reads the whole file.
@@ -107,18 +73,42 @@ class TokenFile:
         :param advance: called with the number of ids read since the last call.
         """
         bound = min(vocab_size, self.vocab_size or vocab_size)
-        ids, digest = self.ids(), hashlib.sha256()
+        ids, digest, zeros = self.ids(), hashlib.sha256(), _ZeroPattern(self)
         for start in range(0, len(ids), _CHUNK):
             chunk = ids[start : start + _CHUNK]
             problem = outside(self, chunk, start, bound)
             if problem:
                 return problem
+            zeros.see(chunk)
             if self.sha256:
                 digest.update(chunk.tobytes())
             advance(len(chunk))
         if self.sha256 and digest.hexdigest() != self.sha256:
             return f"{self.path}: the checksum differs from {META}: the file was changed"
-        return None
+        return zeros.problem()
+
+
+class _ZeroPattern:
+    """Ids of a wider type, read as a narrower one, have a zero in every second place."""
+
+    _ENOUGH = 32
+
+    def __init__(self, file: TokenFile) -> None:
+        self.file = file
+        self.seen = 0
+        self.even_places = self.odd_places = False
+
+    def see(self, ids: np.ndarray) -> None:
+        """Chunks of an even number of ids, but for the last."""
+        self.seen += len(ids)
+        self.even_places = self.even_places or bool(ids[::2].any())
+        self.odd_places = self.odd_places or bool(ids[1::2].any())
+
+    def problem(self) -> str | None:
+        if self.seen < self._ENOUGH or self.odd_places or not self.even_places:
+            return None
+        name = self.file.dtype.name
+        return f"{self.file.path}: every second {name} is 0: the ids are of a wider type"
 
 
 def outside(file: TokenFile, ids: np.ndarray, start: int, bound: int) -> str | None:
@@ -152,10 +142,8 @@ def resolve(source: DataSource) -> list[TokenFile]:
     return [_prepared_file(Path(folders[0]), source.split)]
 
 
-def _prepared_file(folder: Path, split: str) -> TokenFile:
+def _prepared_file(folder: Path, split: Split) -> TokenFile:
     meta = read_meta(folder)
-    if meta.dtype not in ("uint8", "uint16", "uint32"):
-        raise DataError(f"{folder / META}: dtype = {meta.dtype!r} is none of uint8, uint16, uint32")
     if not meta.tokens.get(split):
         raise DataError(f"data folder {folder} has no {split} split ({META} counts 0 tokens)")
     return TokenFile(
@@ -178,6 +166,11 @@ def _raw_files(source: DataSource) -> list[TokenFile]:
     missing = [str(path) for path in paths if not path.is_file()]
     if missing:
         raise DataError(f"data source: no such file or folder: {', '.join(missing)}")
+    if source.split != "train":
+        raise DataError(
+            f"data source {source.path}: split = {source.split} is for a prepared folder; raw "
+            "token files have no splits"
+        )
     if source.dtype is None:
         raise DataError(
             f"data source {source.path}: raw token files need dtype (uint8, uint16 or uint32)"

@@ -66,13 +66,17 @@ def eos_id(tokenizer: Tokenizer, name: str | None) -> int:
     """Id of the token that ends a document.
 
     :param name: the token; null tries the usual names.
-    :raises DataError: where the vocabulary has none.
+    :raises DataError: where the vocabulary has none. A piece of ordinary text will not do: wherever
+        the text holds it, a document would end.
     """
+    special = {
+        token.content: number for number, token in tokenizer.get_added_tokens_decoder().items()
+    }
     names = (name,) if name else _EOS_NAMES
     for each in names:
-        found = tokenizer.token_to_id(each)
-        if found is not None:
-            return found
+        if each in special:
+            return special[each]
     raise DataError(
-        f"the tokenizer has no end-of-document token ({', '.join(names)}); name it with --eos"
+        f"the tokenizer has no special token {' or '.join(names)} to end documents; name one "
+        f"of its special tokens with --eos: {', '.join(special) or 'it has none'}"
     )

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from olmo_shard.dispatch.dispatcher import TokenDispatcher
 from olmo_shard.dispatch.exchange import DispatchHandle
-from olmo_shard.dispatch.plan import DispatchPlan
 from olmo_shard.distributed import collectives
 
 _ALIGN = 8
@@ -34,10 +33,10 @@ class CollectiveDispatcher(TokenDispatcher):
         self.group = group
         self._in_flight: _InFlight | None = None
 
-    def exchange_counts(self, plan: DispatchPlan) -> list[int]:
-        recv_counts_W = torch.empty_like(plan.send_counts_W)
-        collectives.all_to_all(recv_counts_W, plan.send_counts_W, self.group, kind="counts")
-        return recv_counts_W.tolist()
+    def exchange_counts(self, send_counts_W: Tensor) -> Tensor:
+        recv_counts_W = torch.empty_like(send_counts_W)
+        collectives.all_to_all(recv_counts_W, send_counts_W, self.group, kind="counts")
+        return recv_counts_W
 
     def send(self, payload: tuple[Tensor, ...], handle: DispatchHandle, outward: bool) -> None:
         assert self._in_flight is None, "an exchange is already outstanding"

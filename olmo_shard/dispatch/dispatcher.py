@@ -12,11 +12,12 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from olmo_shard.dispatch import exchange
 from olmo_shard.dispatch.exchange import DispatchHandle
-from olmo_shard.dispatch.plan import DispatchPlan, make_plan
+from olmo_shard.dispatch.plan import make_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +61,8 @@ class TokenDispatcher(ABC):
         :param topk_weights_TK: FP32 [T, K] router weights.
         """
         plan = make_plan(topk_idx_TK, self.num_ranks, self.num_local_experts)
-        send_counts = plan.send_counts_W.tolist()
-        recv_counts = self.exchange_counts(plan)
+        recv_counts_W = self.exchange_counts(plan.send_counts_W)
+        send_counts, recv_counts = torch.stack([plan.send_counts_W, recv_counts_W]).tolist()
         handle = DispatchHandle(plan=plan, send_counts=send_counts, recv_counts=recv_counts)
         order = exchange.dispatch_start(x_TD, topk_weights_TK, self, handle)
         return Flight(order=order, handle=handle)
@@ -76,8 +77,8 @@ class TokenDispatcher(ABC):
         return exchange.combine(rows_RD, self, handle)
 
     @abstractmethod
-    def exchange_counts(self, plan: DispatchPlan) -> list[int]:
-        """Rows that each rank sends to this one."""
+    def exchange_counts(self, send_counts_W: Tensor) -> Tensor:
+        """Rows that each rank sends to this one, int64 [W]."""
 
     @abstractmethod
     def send(self, payload: tuple[Tensor, ...], handle: DispatchHandle, outward: bool) -> None:

@@ -68,11 +68,13 @@ class _DispatchStart(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         plan: DispatchPlan = ctx.handle.plan
         drows_SD, dweights_Sm = ctx.transport.receive()
-        dx_TD = _sum_rows(drows_SD, ctx.handle)
-        dweights_TK = dweights_Sm.new_zeros(plan.num_tokens * plan.top_k)
-        filled_Sm = plan.route_Sm >= 0
-        dweights_TK[plan.route_Sm[filled_Sm]] = dweights_Sm[filled_Sm]
-        return dx_TD, dweights_TK.view(plan.num_tokens, plan.top_k), None, None
+        dx_TD = sum_rows(drows_SD, ctx.handle)
+        # Every route has one slot; empty slots (-1) go to one element more, which is cut off.
+        num_routes = plan.num_tokens * plan.top_k
+        dweights = dweights_Sm.new_zeros(num_routes + 1)
+        dweights[plan.route_Sm.remainder(num_routes + 1)] = dweights_Sm
+        dweights_TK = dweights[:num_routes].view(plan.num_tokens, plan.top_k)
+        return dx_TD, dweights_TK, None, None
 
 
 class _DispatchFinish(torch.autograd.Function):
@@ -110,7 +112,7 @@ class _CombineFinish(torch.autograd.Function):
     def forward(ctx: Any, order: Tensor, transport: Transport, handle: DispatchHandle) -> Tensor:
         ctx.transport, ctx.handle = transport, handle
         (rows_SD,) = transport.receive()
-        return _sum_rows(rows_SD, handle)
+        return sum_rows(rows_SD, handle)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -119,7 +121,7 @@ class _CombineFinish(torch.autograd.Function):
         return dout_TD.new_empty(0), None, None
 
 
-def _sum_rows(rows_SD: Tensor, handle: DispatchHandle) -> Tensor:
+def sum_rows(rows_SD: Tensor, handle: DispatchHandle) -> Tensor:
     """Add the rows of a token, at most one a rank, in FP32 and in rank order."""
     plan = handle.plan
     shape = (plan.num_tokens, rows_SD.shape[1])

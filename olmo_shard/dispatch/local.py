@@ -4,7 +4,6 @@ from torch import Tensor
 
 from olmo_shard.dispatch.dispatcher import TokenDispatcher
 from olmo_shard.dispatch.exchange import DispatchHandle
-from olmo_shard.dispatch.plan import DispatchPlan
 
 
 class LocalDispatcher(TokenDispatcher):
@@ -14,8 +13,8 @@ class LocalDispatcher(TokenDispatcher):
         super().__init__(num_experts, num_ranks=1)
         self._in_flight: tuple[Tensor, ...] | None = None
 
-    def exchange_counts(self, plan: DispatchPlan) -> list[int]:
-        return plan.send_counts_W.tolist()
+    def exchange_counts(self, send_counts_W: Tensor) -> Tensor:
+        return send_counts_W
 
     def send(self, payload: tuple[Tensor, ...], handle: DispatchHandle, outward: bool) -> None:
         assert self._in_flight is None, "an exchange is already outstanding"

@@ -11,6 +11,20 @@ from olmo_shard.errors import OlmoShardError
 T = TypeVar("T")
 
 
+def on_every_rank(group: dist.ProcessGroup, action: Callable[[], T]) -> T:
+    """Run ``action`` on all ranks; if it fails on some, every rank raises the first one's error."""
+    result: Any = None
+    problem: OlmoShardError | None = None
+    try:
+        result = action()
+    except OlmoShardError as error:
+        problem = error
+    for rank, other in enumerate(collectives.gather_objects(problem, group)):
+        if other is not None:
+            raise type(other)(f"rank {rank}: {other}" if group.size() > 1 else str(other))
+    return result
+
+
 def on_first_rank(group: dist.ProcessGroup, action: Callable[[], T]) -> T:
     """Run ``action`` on the group's first rank; every rank gets its result, or raises its error.
 

@@ -7,6 +7,7 @@ Gradients are always summed, never averaged. A group of one communicates nothing
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,9 @@ from torch import Tensor
 
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -110,14 +114,14 @@ def all_to_all_start(
     )
 
 
-def gather_objects(value: object, group: dist.ProcessGroup) -> list[object]:
+def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     """The picklable ``value`` of every rank, on every rank. For set-up and errors alone."""
-    values: list[object] = [None] * group.size()
+    values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values
 
 
-def broadcast_object(value: object, group: dist.ProcessGroup) -> object:
+def broadcast_object(value: T, group: dist.ProcessGroup) -> T:
     """The picklable ``value`` of the group's first rank, on every rank."""
     values = [value]
     dist.broadcast_object_list(values, group_src=0, group=group)

@@ -40,7 +40,10 @@ def rank_from_environment(environ: Mapping[str, str] = os.environ) -> RankInfo |
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _checked(_from_torchrun(environ))
-    if "SLURM_STEP_NUM_TASKS" in environ:
+    if "LOCAL_RANK" in environ:
+        raise LaunchError("LOCAL_RANK is set, but RANK and WORLD_SIZE are missing")
+    # One task is a shell under srun as often as a run of one rank: the same either way.
+    if environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         return _checked(_from_slurm(environ))
     return None
 
@@ -95,6 +98,8 @@ def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
 
 
 def _checked(info: RankInfo) -> RankInfo:
+    if not 0 < info.master_port < 2**16:
+        raise LaunchError(f"MASTER_PORT = {info.master_port} is not between 1 and 65535")
     if info.world_size < 1 or not 0 <= info.rank < info.world_size:
         raise LaunchError(
             f"RANK = {info.rank} and WORLD_SIZE = {info.world_size} contradict each other: "

@@ -5,12 +5,20 @@ A rank's error is written by torch's ``record`` to the file that the launcher na
 """
 
 import json
+import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-_LOST_PEER = ("connection closed by peer", "connection reset", "broken pipe", "lost a peer")
+_LOST_PEER = (
+    "connection closed by peer",
+    "connection reset",
+    "broken pipe",
+    "timed out waiting",
+    "lost a peer",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +42,14 @@ def read_failure(path: Path, rank: int, exit_code: int) -> Failure:
 def first_cause(failures: list[Failure]) -> Failure:
     """The earliest failure that is not just the loss of a peer."""
     return min(failures, key=lambda failure: (is_lost_peer(failure.message), failure.when))
+
+
+def launcher_reports(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this rank's error will be printed by the local launcher.
+
+    torchrun names an error file too, but it also gives a run id, and prints its summary much later.
+    """
+    return ERROR_FILE in environ and "TORCHELASTIC_RUN_ID" not in environ
 
 
 def is_lost_peer(message: str) -> bool:

@@ -38,6 +38,7 @@ def launch_local(arguments: list[str], nproc: int) -> int:
             codes = _watch(ranks)
         except KeyboardInterrupt:
             _end(ranks)
+            print("olmo-shard: interrupted", file=sys.stderr)
             return 128 + signal.SIGINT
         finally:
             _end(ranks)
@@ -47,7 +48,9 @@ def launch_local(arguments: list[str], nproc: int) -> int:
     if not failures:
         return 0
     first = first_cause(failures)
-    print(f"rank {first.rank} of {nproc} failed first: {first.message}", file=sys.stderr)
+    alike = len(failures) == nproc and len({failure.message for failure in failures}) == 1
+    who = f"all {nproc} ranks failed" if alike else f"rank {first.rank} of {nproc} failed first"
+    print(f"olmo-shard: {who}: {first.message}", file=sys.stderr)
     return first.exit_code if first.exit_code > 0 else 128 - first.exit_code
 
 

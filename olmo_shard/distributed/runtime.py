@@ -40,6 +40,7 @@ def runtime(
     :raises ConfigurationError: where the device is not there.
     """
     info, run = info or SINGLE, run or RunConfig()
+    check_machine(run)
     use_cuda = _use_cuda(run.device)
     timeout = timedelta(seconds=run.timeout_seconds)
     if served is None:
@@ -47,7 +48,6 @@ def runtime(
     store = _store(info, timeout, served)
     local_rank, local_world_size = _local_place(info, store)
     device = _cuda_device(local_rank) if use_cuda else torch.device("cpu")
-    check_threads(run)
     threads = run.threads or max(1, available_cores() // local_world_size)
     torch.set_num_threads(threads)
     backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
@@ -84,8 +84,9 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
-def check_threads(run: RunConfig) -> None:
-    """:raises ConfigurationError: where more threads are asked for than there are cores."""
+def check_machine(run: RunConfig) -> None:
+    """:raises ConfigurationError: where this machine has not the device or the cores asked for."""
+    _use_cuda(run.device)
     if run.threads is not None and run.threads > available_cores():
         raise ConfigurationError(
             f"run.threads = {run.threads} is more than the {available_cores()} core(s) that this "

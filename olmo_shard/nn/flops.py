@@ -1,11 +1,18 @@
 """Parameters and FLOPs by formula, and peak rates of devices, for MFU."""
 
+import re
 from typing import NamedTuple
 
 from olmo_shard.config import ModelConfig
 
-_PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
-"""Dense bf16 FLOP/s by a part of the device's name, as the vendor states them."""
+_PEAK_FLOPS = {
+    r"\bH100 .*HBM3\b": 989e12,
+    r"\bH200$": 989e12,
+    r"\bA100\b": 312e12,
+    r"\bB200$": 2250e12,
+}
+"""Dense bf16 FLOP/s by a pattern of the device's name, as the vendor states them. Slower variants
+of a chip (PCIe, NVL) are not in the table."""
 
 
 class ParameterCounts(NamedTuple):
@@ -54,4 +61,5 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
 
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP/s of a device; null if unknown: no MFU rather than a wrong one."""
-    return next((peak for part, peak in _PEAK_FLOPS.items() if part in device_name), None)
+    found = (peak for name, peak in _PEAK_FLOPS.items() if re.search(name, device_name))
+    return next(found, None)

@@ -26,13 +26,15 @@ class RoutingTape:
     @contextmanager
     def record(self) -> Iterator[None]:
         token = _tape.set(self)
-        yield
-        _tape.reset(token)
+        try:
+            yield
+        finally:
+            _tape.reset(token)
 
     @contextmanager
     def replay(self) -> Iterator[None]:
+        """A recompute is ended early by an exception, once all that backward needs is there."""
         self._replayed = 0
-        # try/finally: a recompute is ended early by an exception, once all it needs is there.
         token = _tape.set(self)
         try:
             yield

@@ -98,14 +98,16 @@ class Router(nn.Module):
         return logits.softmax(dim=-1) if self.config.scoring == "softmax" else logits.sigmoid()
 
     def _stats(self, logits_TE: Tensor, topk_idx_TK: Tensor, labelled_BS: Tensor) -> RouterStats:
-        labelled_T = labelled_BS.flatten().float()
-        z_loss = (logits_TE.logsumexp(dim=-1).square() * labelled_T).sum()
+        labelled_T = labelled_BS.flatten()
+        # where, not a product: a NaN of a token without a label must not reach the loss.
+        z_loss = torch.where(labelled_T, logits_TE.logsumexp(dim=-1).square(), 0).sum()
         routes_TE = torch.zeros_like(logits_TE).scatter_(1, topk_idx_TK, 1.0) * labelled_T[:, None]
         counts_E = routes_TE.sum(dim=0)
         if self.config.lb_loss_weight == 0:
             return RouterStats(torch.zeros_like(z_loss), z_loss, counts_E)
         probs_TE = self._score(logits_TE)
-        probs_TE = probs_TE / probs_TE.sum(dim=-1, keepdim=True) * labelled_T[:, None]
+        probs_TE = probs_TE / probs_TE.sum(dim=-1, keepdim=True).clamp(min=1e-20)
+        probs_TE = torch.where(labelled_T[:, None], probs_TE, 0)
         lb_loss = self._load_balancing_loss(probs_TE, routes_TE, labelled_BS)
         return RouterStats(lb_loss, z_loss, counts_E)
 

@@ -99,20 +99,6 @@ class DistributedOptimizer:
                     mains, members, exp_avgs, exp_avg_sqs, steps, scalars, self.config, weight_decay
                 )
 
-    def first_non_finite(self, squares: Tensor) -> tuple[int, str] | None:
-        """Rank and parameter that first held a non-finite gradient; collective, after a skipped
-        step.
-
-        :param squares: of that step's result.
-        """
-        finite = squares.isfinite().tolist()
-        names = [s.name for s, fine in zip(self.shards, finite, strict=True) if not fine]
-        for rank, found in enumerate(collectives.gather_objects(names, self.mesh.control)):
-            assert isinstance(found, list)
-            if found:
-                return rank, found[0]
-        return None
-
     def _indices(self, *, decayed: bool) -> list[int]:
         return [i for i, shard in enumerate(self.shards) if self._decays(shard) == decayed]
 

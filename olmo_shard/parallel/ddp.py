@@ -42,12 +42,10 @@ class DistributedDataParallel(DataParallel):
         initial: InitialValue,
     ) -> None:
         self.model = model
-        dtype = getattr(torch, config.compute_dtype)
-        cap = int(config.ddp.bucket_cap_mb * 2**20 / torch.float32.itemsize)
         classes = [(mesh.bulk, [p for p in parameters if p.experts is None])]
         classes.append((mesh.ep_dp, [p for p in parameters if p.experts is not None]))
         self.spaces = [
-            FlatSpace(model, members, group, mesh.device, dtype, cap, initial)
+            FlatSpace(model, members, group, mesh.device, config, initial)
             for group, members in classes
             if members
         ]
@@ -55,7 +53,7 @@ class DistributedDataParallel(DataParallel):
 
     def begin_window(self) -> None:
         for space in self.spaces:
-            space.grads.zero_()
+            space.begin_window()
 
     def begin_microbatch(self, *, last: bool) -> None:
         """Nothing to do: micro-batches of a window only add to the local buffers."""
@@ -78,11 +76,14 @@ class FlatSpace:
         parameters: list[LogicalParameter],
         group: dist.ProcessGroup,
         device: torch.device,
-        dtype: torch.dtype,
-        cap: int,
+        config: ParallelConfig,
         initial: InitialValue,
     ) -> None:
         self.group = group
+        # torch.compile refuses a bf16 parameter whose .grad is FP32.
+        self._by_hook = config.compile or not HAS_GRAD_DTYPE
+        dtype = getattr(torch, config.compute_dtype)
+        cap = int(config.ddp.bucket_cap_mb * 2**20 / torch.float32.itemsize)
         self._logical = {parameter.name: parameter for parameter in parameters}
         sizes = {name: model.get_parameter(name).numel() for name in self._logical}
         self.buckets = make_buckets(sizes, group.size(), cap)
@@ -93,6 +94,7 @@ class FlatSpace:
         """FP32; each gradient is a view."""
         self.mains = [self._main(bucket) for bucket in self.buckets]
         """FP32 main weights of each bucket's own slice; in FP32 compute views of ``weights``."""
+        self._attached: list[tuple[nn.Parameter, Tensor]] = []
         for bucket in self.buckets:
             self._move_in(model, bucket, initial)
         self.shards = [
@@ -100,6 +102,12 @@ class FlatSpace:
             for bucket, main in zip(self.buckets, self.mains, strict=True)
             for piece in pieces(bucket, group.rank(), group.size())
         ]
+
+    def begin_window(self) -> None:
+        """Zero the gradients, and make them the parameters' again if somebody took them away."""
+        self.grads.zero_()
+        for parameter, gradient in self._attached:
+            parameter.grad = gradient
 
     def reduce(self) -> None:
         """Sum each bucket over the group; the own slice of ``grads`` holds the result."""
@@ -136,7 +144,7 @@ class FlatSpace:
             values[span.start - bucket.start : span.end - bucket.start] = value.flatten()
             view = slice(span.start, span.end)
             parameter = nn.Parameter(self.weights[view].view(old.shape))
-            _accumulate_into(parameter, self.grads[view].view(old.shape))
+            self._attach(parameter, self.grads[view].view(old.shape))
             owner, _, name = span.name.rpartition(".")
             setattr(model.get_submodule(owner), name, parameter)
         self.weights[bucket.start : bucket.end] = values
@@ -144,6 +152,16 @@ class FlatSpace:
         self.mains[self.buckets.index(bucket)].copy_(
             values[start - bucket.start : end - bucket.start]
         )
+
+    def _attach(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Make backward add to an FP32 view."""
+        if parameter.dtype == torch.float32:
+            self._attached.append((parameter, gradient))
+        elif self._by_hook:
+            _add_by_hook(parameter, gradient)
+        else:
+            parameter.grad_dtype = torch.float32
+            self._attached.append((parameter, gradient))
 
     def _shard(self, piece: Piece, bucket: Bucket, main: Tensor) -> ParameterShard:
         start, _ = bucket.slice_of(self.group.rank(), self.group.size())
@@ -159,13 +177,8 @@ class FlatSpace:
         )
 
 
-def _accumulate_into(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Make backward add a parameter's gradient to an FP32 view."""
-    if parameter.dtype == torch.float32 or HAS_GRAD_DTYPE:
-        if parameter.dtype != torch.float32:
-            parameter.grad_dtype = torch.float32
-        parameter.grad = gradient
-        return
+def _add_by_hook(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Make backward add a parameter's gradient to an FP32 tensor that is not its ``.grad``."""
 
     def add(param: Tensor) -> None:
         assert param.grad is not None

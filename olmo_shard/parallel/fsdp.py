@@ -105,7 +105,8 @@ def _fully_shard(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> None:
     for module in model.modules():
         if isinstance(module, Block):
             fully_shard(module, mesh=dense, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=dense, mp_policy=policy, reshard_after_forward=reshard)
+    # The root stays gathered after forward, FSDP2's default: backward needs the head at once.
+    fully_shard(model, mesh=dense, mp_policy=policy, reshard_after_forward=False)
 
 
 def _shard(logical: LogicalParameter, parameter: DTensor) -> ParameterShard:

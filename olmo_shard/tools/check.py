@@ -1,63 +1,22 @@
-"""Everything about a run that can be known without training."""
+"""What ``olmo-shard check`` does: validate a run without training, and resolve its config."""
 
-from pathlib import Path
-
-from rich.console import Console
-from rich.progress import Progress
-
-from olmo_shard.config import Config
-from olmo_shard.data.loader import total_steps
-from olmo_shard.data.source import open_sources
-from olmo_shard.data.token_file import TokenFile
-from olmo_shard.distributed.runtime import check_threads
-from olmo_shard.errors import DataError
-from olmo_shard.train.checkpoint_folder import read_state
-from olmo_shard.train.start import check_something_left, choose_checkpoint
-
-SCAN_LIMIT_BYTES = 4 * 2**30
-"""``train`` scans this much data before it starts; of more, ids are checked as they are read."""
+from olmo_shard.config import Config, dump_yaml
+from olmo_shard.nn.flops import parameter_counts
+from olmo_shard.train.preflight import preflight, scan
 
 
-def preflight(config: Config, world_size: int) -> list[TokenFile]:
-    """Layout, batch, data files and checkpoint; reads no ids.
+def check(config: Config, nproc: int | None) -> str:
+    """Check everything, every id included.
 
-    :returns: all token files of the run.
+    :param nproc: ranks of the run; null takes the fewest that the config can run on.
+    :returns: the resolved config in YAML, with what it comes to as comments.
     :raises OlmoShardError: for the first part that is wrong.
     """
-    config.check_world(world_size)
-    check_threads(config.run)
-    training = {f"data.sources.{i}": source for i, source in enumerate(config.data.sources)}
-    validation = {f"data.validation.{name}": s for name, s in config.data.validation.items()}
-    everything = open_sources(training | validation, config.data, config.model.vocab_size)
-    sources = everything[: len(training)]
-    steps = total_steps(config, sum(source.num_sequences for source in sources))
-    resume = choose_checkpoint(config)
-    if resume is not None:
-        check_something_left(resume, steps)
-    elif config.checkpoint.init_from:
-        read_state(Path(config.checkpoint.init_from))
-    return [file for source in everything for file in source.files]
-
-
-def scan(files: list[TokenFile], vocab_size: int) -> None:
-    """Read every id and checksum.
-
-    :raises DataError: naming each file with an id outside the vocabulary, or changed since it was
-        written.
-    """
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("scan ids", total=sum(file.num_tokens() for file in files))
-        found = [
-            file.id_problem(vocab_size, lambda count: progress.advance(task, count))
-            for file in files
-        ]
-    problems = [problem for problem in found if problem]
-    if problems:
-        raise DataError("\n  ".join(["these data cannot be used:", *problems]))
-
-
-def scan_before_training(files: list[TokenFile], vocab_size: int) -> None:
-    """The scan, where it takes seconds rather than hours."""
-    if sum(file.path.stat().st_size for file in files) <= SCAN_LIMIT_BYTES:
-        scan(files, vocab_size)
+    world_size = nproc or config.parallel.expert_parallel
+    scan(preflight(config, world_size), config.model.vocab_size)
+    counts = parameter_counts(config.model)
+    return (
+        f"{dump_yaml(config)}\n"
+        f"# {counts.total:,} parameters, {counts.active:,} active per token\n"
+        f"# valid for {world_size} rank(s), {config.num_microbatches(world_size)} micro-batch(es)"
+    )

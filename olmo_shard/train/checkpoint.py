@@ -7,21 +7,23 @@ torch's distributed checkpoint (DCP) finds out which ranges lie in which file. R
 stored whole.
 """
 
-import pickle
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from olmo_shard.data.loader import LoaderState
 from olmo_shard.distributed import collectives
 from olmo_shard.distributed.agree import on_first_rank
-from olmo_shard.errors import CheckpointError
+from olmo_shard.errors import CheckpointError, TrainingError
+from olmo_shard.nn.transformer import Transformer
 from olmo_shard.optim.sharded import DistributedOptimizer
 from olmo_shard.train import checkpoint_folder as folders
+from olmo_shard.train.checkpoint_fit import check_same_model, saved_keys, some
 from olmo_shard.train.logical_tensor import LogicalTensor
+from olmo_shard.train.state import TrainState
 
 
 class Checkpointer:
@@ -32,18 +34,21 @@ class Checkpointer:
 
     def __init__(self, optimizer: DistributedOptimizer) -> None:
         self.optimizer = optimizer
-        self.model = optimizer.data_parallel.model
+        model = optimizer.data_parallel.model
+        assert isinstance(model, Transformer)
+        self.model = model
         self.control = optimizer.mesh.control
         self._shapes = self._logical_shapes()
 
-    def save(self, run_dir: Path, step: int, state: dict[str, Any], keep: int | None) -> Path:
+    def save(
+        self, run_dir: Path, train: TrainState, loader: LoaderState, keep: int | None = None
+    ) -> Path:
         """Write a checkpoint; returns on all ranks after it has its name.
 
-        :param state: JSON values of the trainer.
         :param keep: complete checkpoints to keep, null for all.
-        :raises CheckpointError: on every rank, where one of them cannot write.
+        :raises TrainingError: on every rank, where one of them cannot write.
         """
-        final = folders.folder_of(run_dir, step)
+        final = folders.folder_of(run_dir, train.step)
         partial = on_first_rank(self.control, lambda: folders.begin(final))
         try:
             dcp.save(
@@ -52,12 +57,14 @@ class Checkpointer:
                 process_group=self.control,
             )
         except CheckpointException as error:
-            raise CheckpointError(f"cannot save {final}: {_first_cause(error)}") from error
-        state = {
-            **state,
-            "optimizer_steps": int(self.optimizer.step_count),
-            "shapes": {name: list(shape) for name, shape in self._shapes.items()},
-        }
+            raise TrainingError(f"cannot save {final}: {_first_cause(error)}") from error
+        state = folders.SavedState(
+            train=train,
+            loader=loader,
+            model=self.model.config.model_dump(),
+            optimizer_steps=int(self.optimizer.step_count),
+            shapes={name: list(shape) for name, shape in self._shapes.items()},
+        )
 
         def commit() -> None:
             folders.commit(partial, final, state)
@@ -66,20 +73,20 @@ class Checkpointer:
         on_first_rank(self.control, commit)
         return final
 
-    def load(self, path: Path) -> dict[str, Any]:
+    def load(self, path: Path) -> folders.SavedState:
         """Restore weights, moments and buffers; returns the trainer's state.
 
         :raises CheckpointError: naming what is missing, unexpected or of another shape.
         """
         state = self._load(path, with_optimizer=True)
-        self.optimizer.step_count.fill_(state["optimizer_steps"])
+        self.optimizer.step_count.fill_(state.optimizer_steps)
         return state
 
     def load_weights(self, path: Path) -> None:
         """Restore main weights and router biases alone: a new run starts from them."""
         self._load(path, with_optimizer=False)
 
-    def _load(self, path: Path, *, with_optimizer: bool) -> dict[str, Any]:
+    def _load(self, path: Path, *, with_optimizer: bool) -> folders.SavedState:
         state = on_first_rank(self.control, lambda: self._checked_state(path, with_optimizer))
         try:
             dcp.load(
@@ -134,18 +141,20 @@ class Checkpointer:
             merged |= shapes
         return merged
 
-    def _checked_state(self, path: Path, with_optimizer: bool) -> dict[str, Any]:
+    def _checked_state(self, path: Path, with_optimizer: bool) -> folders.SavedState:
         """The trainer's state, if keys and shapes fit (DCP ignores keys that nobody asks for)."""
         state = folders.read_state(path)
-        saved = {name: torch.Size(shape) for name, shape in state["shapes"].items()}
+        saved = {name: torch.Size(shape) for name, shape in state.shapes.items()}
         other = [
             f"{name} {list(saved[name])} instead of {list(shape)}"
             for name, shape in self._shapes.items()
             if name in saved and saved[name] != shape
         ]
         if other:
-            raise CheckpointError(f"checkpoint {path} is of another model: {_some(other)}")
-        expected, found = self._keys(with_optimizer=with_optimizer), _saved_keys(path)
+            raise CheckpointError(f"checkpoint {path} is of another model: {some(other)}")
+        if with_optimizer:
+            check_same_model(path, state.model, self.model.config)
+        expected, found = self._keys(with_optimizer=with_optimizer), saved_keys(path)
         missing = sorted(expected - found)
         unexpected = sorted(
             key for key in found - expected if with_optimizer or key.startswith("model.")
@@ -153,23 +162,11 @@ class Checkpointer:
         if missing or unexpected:
             raise CheckpointError(
                 f"checkpoint {path} does not fit the model and optimizer: "
-                f"missing {_some(missing)}; unexpected {_some(unexpected)}"
+                f"missing {some(missing)}; unexpected {some(unexpected)}"
             )
         return state
-
-
-def _saved_keys(path: Path) -> set[str]:
-    try:
-        return set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
-    except (OSError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"checkpoint {path}: its metadata cannot be read: {error}") from error
 
 
 def _first_cause(error: CheckpointException) -> str:
     rank, (cause, _) = min(error.failures.items())
     return f"rank {rank}: {type(cause).__name__}: {cause}"
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:5]) or "nothing"
-    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown

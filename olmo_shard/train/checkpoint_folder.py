@@ -1,22 +1,39 @@
 """Where checkpoints lie, and how one appears: complete, by a rename, or not at all."""
 
-import json
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from olmo_shard.errors import CheckpointError
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from olmo_shard.data.loader import LoaderState
+from olmo_shard.errors import CheckpointError, TrainingError
+from olmo_shard.train.state import TrainState
 
 STATE = "state.json"
-FORMAT = 1
 _NAME = re.compile(r"step-(\d{8})(\.old)?")
 _PARTIAL = ".partial"
 _OLD = ".old"
-_KEYS = {"format", "train", "loader", "optimizer_steps", "shapes"}
+
+
+class SavedState(BaseModel):
+    """What a checkpoint holds besides tensors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    format: Literal[1] = 1
+    train: TrainState
+    loader: LoaderState
+    model: dict[str, Any]
+    """The model's config."""
+    optimizer_steps: int
+    """Steps applied: Adam's t."""
+    shapes: dict[str, list[int]]
+    """Of every parameter, over all ranks."""
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
@@ -40,7 +57,7 @@ def complete_checkpoints(run_dir: Path) -> list[Path]:
 def begin(final: Path) -> Path:
     """An empty folder to write into; what an earlier try left there is removed.
 
-    :raises CheckpointError: where it cannot be made.
+    :raises TrainingError: where it cannot be made.
     """
     partial = final.with_name(final.name + _PARTIAL)
     with _told_as(f"cannot save {final}"):
@@ -49,16 +66,16 @@ def begin(final: Path) -> Path:
     return partial
 
 
-def commit(partial: Path, final: Path, state: dict[str, Any]) -> None:
+def commit(partial: Path, final: Path, state: SavedState) -> None:
     """Write the state and give the folder its name.
 
     A kill at any instant leaves a complete checkpoint, if there was one.
 
-    :raises CheckpointError: where something cannot be written.
+    :raises TrainingError: where something cannot be written.
     """
     old = final.with_name(final.name + _OLD)
     with _told_as(f"cannot save {final}"):
-        _write_state(partial / STATE, {"format": FORMAT, **state})
+        _write_state(partial / STATE, state)
         if final.exists():
             shutil.rmtree(old, ignore_errors=True)
             final.rename(old)
@@ -75,29 +92,24 @@ def keep_last(run_dir: Path, count: int | None) -> None:
                 shutil.rmtree(path)
 
 
-def read_state(path: Path) -> dict[str, Any]:
+def read_state(path: Path) -> SavedState:
     """:raises CheckpointError: where the folder is no complete checkpoint of a known format."""
     try:
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        return SavedState.model_validate_json((path / STATE).read_bytes())
     except FileNotFoundError as error:
         inside = complete_checkpoints(path)
-        hint = (
-            f"; it is a run's folder, name one of its checkpoints: {inside[-1]}" if inside else ""
-        )
+        hint = f"; name a checkpoint of this run, such as {inside[-1]}" if inside else ""
         raise CheckpointError(
             f"checkpoint {path}: no such checkpoint, or not a complete one (no {STATE}){hint}"
         ) from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"checkpoint {path}: {STATE} cannot be read: {error}") from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        found = state.get("format") if isinstance(state, dict) else state
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path}: {STATE}: {error.strerror}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
         raise CheckpointError(
-            f"checkpoint {path}: format {found!r}, but this version reads {FORMAT}"
-        )
-    missing = sorted(_KEYS - state.keys())
-    if missing:
-        raise CheckpointError(f"checkpoint {path}: {STATE} lacks {', '.join(missing)}")
-    return state
+            f"checkpoint {path}: {STATE} is damaged or of another version: {where} {first['msg']}"
+        ) from error
 
 
 @contextmanager
@@ -105,12 +117,12 @@ def _told_as(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{what}: {error.strerror}: {error.filename}") from error
+        raise TrainingError(f"{what}: {error.strerror}: {error.filename}") from error
 
 
-def _write_state(path: Path, state: dict[str, Any]) -> None:
+def _write_state(path: Path, state: SavedState) -> None:
     with path.open("w", encoding="utf-8") as file:
-        json.dump(state, file, indent=2)
+        file.write(state.model_dump_json(indent=2))
         file.flush()
         os.fsync(file.fileno())
 

@@ -1,13 +1,16 @@
 """The trainer's own state: small, the same on every rank, kept as JSON in a checkpoint."""
 
 import hashlib
-from dataclasses import dataclass, field
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 
 
-@dataclass
-class TrainState:
+class TrainState(BaseModel):
+    """Equal on every rank, but for the tracker's fields, which rank 0 holds."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
     step: int = 0
     """Optimizer steps taken, skipped ones included."""
     tokens: int = 0
@@ -15,7 +18,7 @@ class TrainState:
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     tracker_run_id: str | None = None
-    tracker_segments: list[str] = field(default_factory=list)
+    tracker_segments: list[str] = Field(default_factory=list)
     """Folders of offline W&B segments, oldest first."""
 
 

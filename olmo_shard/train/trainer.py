@@ -1,12 +1,12 @@
 """The training loop."""
 
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+
+import torch
 
 from olmo_shard.config import Config
-from olmo_shard.data.loader import DataLoader, LoaderState
+from olmo_shard.data.loader import DataLoader
 from olmo_shard.data.validation import ValidationSet
 from olmo_shard.distributed.mesh import Mesh
 from olmo_shard.errors import TrainingError
@@ -17,6 +17,11 @@ from olmo_shard.train.evaluate import evaluate
 from olmo_shard.train.metrics import PendingStep, Record, StepMeter
 from olmo_shard.train.state import TrainState, seed_step
 from olmo_shard.train.step import TrainStep
+
+
+def reads_late(device: torch.device) -> bool:
+    """Whether the host reads a step's figures only after it has queued the next step."""
+    return device.type == "cuda"
 
 
 class Trainer:
@@ -55,6 +60,7 @@ class Trainer:
                     self._evaluate()
                 if self._due(self.config.checkpoint.every):
                     self._save()
+            self._report()
         except BaseException:
             self._notify(lambda callback: callback.on_failure())
             raise
@@ -63,8 +69,8 @@ class Trainer:
     def load(self, path: Path) -> None:
         """Go on from a checkpoint; collective."""
         saved = self.checkpointer.load(path)
-        self.state = TrainState(**saved["train"])
-        self.loader.load_state(LoaderState(**saved["loader"]))
+        self.state = saved.train
+        self.loader.load_state(saved.loader)
 
     def _step(self) -> None:
         step = self.state.step + 1
@@ -72,11 +78,10 @@ class Trainer:
         lr = learning_rate(step, self.config.optim.lr, self.total_steps, self.config.schedule)
         window = [micro_batch.to(self.mesh.device) for micro_batch in self.loader.next_window()]
         output = self.train_step(window, lr)
-        # On a GPU the host reads a step's figures after it has queued the next one.
         self._report()
         self._pending = PendingStep(step=step, lr=lr, output=output)
         self.state.step = step
-        if self.mesh.device.type == "cpu":
+        if not reads_late(self.mesh.device):
             self._report()
 
     def _report(self) -> None:
@@ -90,9 +95,8 @@ class Trainer:
             self._explain_skip(record, pending)
 
     def _explain_skip(self, record: Record, pending: PendingStep) -> None:
-        found = self.optimizer.first_non_finite(pending.output.squares)
-        where = f"first in {found[1]} on rank {found[0]}" if found else "in the sum over ranks"
-        message = f"step {record['step']} skipped: gradient norm {record['grad_norm']}, {where}"
+        cause = self.train_step.non_finite_cause(pending.output)
+        message = f"step {record['step']} skipped: gradient norm {record['grad_norm']}; {cause}"
         self._notify(lambda callback: callback.on_note(message))
         limit = self.config.train.max_skipped_steps
         if self.state.skipped_in_a_row > limit:
@@ -113,9 +117,8 @@ class Trainer:
 
     def _save(self) -> None:
         self._report()
-        state: dict[str, Any] = {"train": asdict(self.state), "loader": asdict(self.loader.state)}
         keep = self.config.checkpoint.keep_last
-        path = self.checkpointer.save(self.run_dir, self.state.step, state, keep)
+        path = self.checkpointer.save(self.run_dir, self.state, self.loader.state, keep)
         self._notify(lambda callback: callback.on_checkpoint(path))
         self.meter.restart()
 

@@ -12,13 +12,14 @@ from rich.console import Console
 
 from olmo_shard.config import Config, DataSource, load_config
 from olmo_shard.data.documents import find_files, standard_library_files
-from olmo_shard.data.loader import DataLoader, LoaderState, make_microbatch, total_steps
+from olmo_shard.data.loader import DataLoader, make_microbatch, total_steps
+from olmo_shard.data.meta import read_meta
 from olmo_shard.data.prepare import PrepareOptions, narrowest_type, prepare
-from olmo_shard.data.token_file import read_meta, resolve
+from olmo_shard.data.token_file import resolve
 from olmo_shard.data.validation import open_validation
 from olmo_shard.errors import CheckpointError, ConfigurationError, DataError
 from olmo_shard.nn.losses import IGNORE_INDEX
-from olmo_shard.tools.check import preflight, scan
+from olmo_shard.train.preflight import preflight, scan
 from tests.support.configs import VOCAB, write_config, write_tokens
 
 
@@ -74,12 +75,17 @@ def test_a_resumed_loader_goes_on_where_it_stopped(tmp_path):
     for _ in range(17):
         loader.next_window()
     resumed = DataLoader(config)
-    resumed.load_state(LoaderState(loader.state.sequences, list(loader.state.drawn)))
+    resumed.load_state(loader.state)
     for _ in range(3):
         for mine, other in zip(loader.next_window(), resumed.next_window(), strict=True):
             assert torch.equal(mine.tokens_BS, other.tokens_BS)
-    with pytest.raises(CheckpointError, match=r"trained on 2 source\(s\), but data.sources has 1"):
-        resumed.load_state(LoaderState(0, [0, 0]))
+    for change, message in [
+        ({"seed": 4}, r"run\.seed = 3, but the checkpoint was trained with 4"),
+        ({"sequence_length": 8}, r"data\.sequence_length = 16, but"),
+        ({"source_tokens": [4002, 1]}, r"tokens of data\.sources = \[4002\], but"),
+    ]:
+        with pytest.raises(CheckpointError, match=message):
+            resumed.load_state(loader.state.model_copy(update=change))
 
 
 def test_sources_are_mixed_by_weight(tmp_path):
@@ -156,7 +162,10 @@ def test_every_bad_file_is_named_with_its_reason(tmp_path):
         "odd.bin": (b"abc", r"odd\.bin: 3 bytes is not a multiple of 2"),
         "short.bin": (b"\x01\x00" * 16, r"short\.bin: 16 ids are fewer than .* 17"),
         "header.npy": (b"\x93NUMPY" + b"\x01\x00" * 40, r"header\.npy: has a NumPy header"),
-        "wide.bin": (b"\x05\x00\x00\x00" * 200, r"every second id is 0: the file holds uint32"),
+        "wide.bin": (
+            b"\x05\x00\x00\x00" * 200,
+            r"every second uint16 is 0: the ids are of a wider type",
+        ),
     }
     for name, (content, _) in bad.items():
         (tmp_path / name).write_bytes(content)
@@ -176,6 +185,9 @@ def test_every_bad_file_is_named_with_its_reason(tmp_path):
         ("data.sources.0.path=missing.bin", r"no such file or folder: missing\.bin"),
         ("data.sources.0.path=missing-*.bin", r"missing-\*\.bin: no file matches"),
         ("data.sources.0.dtype=null", r"raw token files need dtype"),
+        ("data.sources.0.dtype=uint8", r"every second uint8 is 0: the ids are of a wider type"),
+        ("data.sources.0.split=validation", r"raw token files have no splits"),
+        ("data.sources.0.eos_id=64", r"eos_id = 64 is outside the vocabulary of 64 ids"),
         (
             "data.sources.0.dtype=uint32",
             r"is outside the vocabulary .* uint32 may be the wrong type",
@@ -306,6 +318,7 @@ def test_prepared_files_that_were_changed_are_refused(tmp_path, texts):
         ("[]", "a.jsonl", r"a\.jsonl line 1: no string in field"),
         ("not parquet", "a.parquet", r"a\.parquet: not a Parquet file"),
         ("not gzip", "a.jsonl.gz", r"a\.jsonl\.gz after line 0"),
+        ("not zstd", "a.jsonl.zst", r"a\.jsonl\.zst after line 0"),
     ],
 )
 def test_a_bad_document_is_named_by_file_and_line(tmp_path, content, name, message):
@@ -324,7 +337,9 @@ def test_a_bad_document_is_named_by_file_and_line(tmp_path, content, name, messa
         ({"bpe_vocab_size": 60000}, r"the source yields only \d+ ids"),
         ({"tokenizer": Path("none.json")}, r"--tokenizer none\.json: no such file"),
         ({"validation_fraction": 0.7}, r"0\.7 is not between 0 and 0\.5"),
-        ({"eos": "<nope>"}, r"no end-of-document token \(<nope>\)"),
+        ({"eos": "<nope>"}, r"no special token <nope> to end documents.*<\|endoftext\|>"),
+        ({"eos": "th"}, r"no special token th to end documents"),
+        ({"out": Path("/proc/x/y")}, r"--out /proc/x/y cannot be written"),
     ],
 )
 def test_wrong_options_of_prepare(tmp_path, texts, changes, message):
@@ -342,9 +357,53 @@ def test_prepare_does_not_overwrite(tmp_path, texts):
         prepare([], options(tmp_path), Console(quiet=True))
 
 
+def test_wider_ids_whose_first_ones_are_zeros_are_found_by_the_scan(tmp_path):
+    ids = np.zeros(2000, dtype=np.uint32)
+    ids[500:] = 7
+    ids.tofile(tmp_path / "wide.bin")
+    config = config_at(tmp_path, f"data.sources.0.path={tmp_path / 'wide.bin'}")
+    with pytest.raises(DataError, match=r"every second uint16 is 0"):
+        scan(preflight(config, 1), config.model.vocab_size)
+
+
+@pytest.mark.parametrize(("fraction", "held_out"), [(0.0, 0), (0.3, 5), (0.4, 6), (0.5, 8)])
+def test_the_held_out_share_is_what_was_asked_for(tmp_path, texts, fraction, held_out):
+    files = find_files([str(texts)], "text")
+    meta = prepare(files, options(tmp_path, validation_fraction=fraction), Console(quiet=True))
+    assert meta.documents == {"train": 17 - held_out, "validation": held_out}
+
+
+def test_nothing_to_train_on_is_an_error(tmp_path, texts):
+    prepare(find_files([str(texts)], "text"), options(tmp_path), Console(quiet=True))
+    (tmp_path / "empty.txt").write_text("")
+    given = options(tmp_path, out=tmp_path / "b", tokenizer=tmp_path / "out" / "tokenizer.json")
+    with pytest.raises(DataError, match=r"the 1 source file\(s\) hold no text to train on"):
+        prepare(find_files([str(tmp_path / "empty.txt")], "text"), given, Console(quiet=True))
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": "300"}, r"vocab_size Input should be a valid integer"),
+        ({"vocab_size": 0}, r"vocab_size Input should be greater than 0"),
+        ({"eos_id": 300}, r"eos_id = 300 is not below vocab_size = 300"),
+        ({"tokens": None}, r"tokens Input should be an object"),
+        ({"sha256": {}}, r"do not name the same splits"),
+        ({"dtype": "int64"}, r"dtype Input should be 'uint8', 'uint16' or 'uint32'"),
+        ({"more": 1}, r"more Extra inputs are not permitted"),
+    ],
+)
+def test_a_wrong_meta_is_named_by_its_field(tmp_path, texts, change, message):
+    meta = prepare(find_files([str(texts)], "text"), options(tmp_path), Console(quiet=True))
+    (tmp_path / "out" / "meta.json").write_text(json.dumps(meta.model_dump() | change))
+    with pytest.raises(DataError, match=message):
+        read_meta(tmp_path / "out")
+
+
 def test_narrowest_types_at_their_borders():
     sizes = {256: "uint8", 257: "uint16", 65536: "uint16", 65537: "uint32"}
-    assert {size: narrowest_type(size).name for size in sizes} == sizes
+    assert {size: narrowest_type(size) for size in sizes} == sizes
 
 
 def test_the_standard_library_is_real_text():

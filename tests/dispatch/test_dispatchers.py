@@ -11,7 +11,9 @@ from torch import Tensor
 
 from olmo_shard.dispatch.collective import CollectiveDispatcher
 from olmo_shard.dispatch.dispatcher import TokenDispatcher
+from olmo_shard.dispatch.exchange import DispatchHandle, sum_rows
 from olmo_shard.dispatch.local import LocalDispatcher
+from olmo_shard.dispatch.plan import make_plan
 from olmo_shard.distributed.runtime import Runtime
 from olmo_shard.kernels.expert_layout import expert_layout
 from olmo_shard.kernels.grouped_mlp import grouped_mlp
@@ -143,6 +145,14 @@ def rows_case(rank: Runtime) -> None:
 
 def test_rows_and_metadata_arrive_bitwise_where_they_belong(ranks):
     ranks(2).run(rows_case)
+
+
+def test_rows_of_a_token_are_added_in_fp32():
+    """256 + 1 + 1 + 1 from four ranks: added in bf16, each 1 would be lost."""
+    plan = make_plan(torch.tensor([[0, 1, 2, 3]]), num_ranks=4, num_local_experts=1)
+    handle = DispatchHandle(plan=plan, send_counts=[1] * 4, recv_counts=[1] * 4)
+    rows = torch.tensor([[256.0], [1.0], [1.0], [1.0]], dtype=torch.bfloat16)
+    assert sum_rows(rows, handle).item() == 260.0  # 259 rounded to bf16
 
 
 def test_only_one_exchange_may_be_outstanding():

@@ -26,6 +26,10 @@ def test_no_launcher():
     assert rank_from_environment({"PATH": "/bin"}) is None
 
 
+def test_a_shell_under_srun_is_no_launcher():
+    assert rank_from_environment({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None
+
+
 def test_torchrun():
     info = rank_from_environment(TORCHRUN)
     assert info is not None
@@ -67,6 +71,9 @@ def test_slurm():
         ({"WORLD_SIZE": "-1"}, r"WORLD_SIZE = '-1' is not a whole number"),
         ({"LOCAL_RANK": "2"}, r"LOCAL_RANK = 2, LOCAL_WORLD_SIZE = 2.*contradict"),
         ({"LOCAL_WORLD_SIZE": "8"}, r"LOCAL_WORLD_SIZE = 8.*contradict"),
+        ({"MASTER_PORT": "99999"}, r"MASTER_PORT = 99999 is not between 1 and 65535"),
+        ({"MASTER_PORT": "0"}, r"MASTER_PORT = 0 is not between 1 and 65535"),
+        ({"RANK": None, "WORLD_SIZE": None}, r"LOCAL_RANK is set, but RANK and WORLD_SIZE are"),
         ({"MASTER_PORT": ""}, r"MASTER_PORT = '' is not a whole number"),
     ],
 )

@@ -134,6 +134,18 @@ def test_padding_changes_no_loss_gradient_or_load(scope):
     assert alone.counts_E.sum() == 12 * 2
 
 
+def test_scores_that_all_vanish_make_no_nan():
+    made = router(scoring="sigmoid")
+    torch.nn.init.constant_(made.gate.weight, -40.0)
+    x = torch.ones(1, 4, 6)
+    x[0, 3] = float("nan")
+    labelled = torch.tensor([[True, True, True, False]])
+    routing, stats = made(x, labelled)
+    assert stats.lb_loss.isfinite()
+    assert stats.z_loss.isfinite()
+    assert routing.topk_weights_TK[:3].isfinite().all()
+
+
 def test_z_loss_is_the_squared_logsumexp():
     made = router()
     x = torch.randn(1, 5, 6)

@@ -155,6 +155,22 @@ def test_resident_bytes_follow_the_formula(ranks, dtype, model, sharded):
     assert total == pytest.approx(expected, rel=0.03)
 
 
+def stolen_case(rank: Runtime) -> tuple[float, float]:
+    """Norms of two equal steps; before the second, zero_grad takes the gradients' views away."""
+    norms = []
+    for steal in (False, True):
+        step = build(rank, model_config(), {"expert_parallel": 2}, {"name": "sgd"})
+        if steal:
+            step.model.zero_grad(set_to_none=True)
+        norms.append(float(train(step, rank, 1, 4)[0].grad_norm))
+    return norms[0], norms[1]
+
+
+def test_zero_grad_of_the_model_does_not_turn_training_off(ranks):
+    for plain, stolen in ranks(2).run(stolen_case):
+        assert plain == stolen > 0
+
+
 def split_case(rank: Runtime) -> list[int]:
     return [len(window_of(0, rank.rank, rank.world_size, 2)[0].tokens_BS)]
 

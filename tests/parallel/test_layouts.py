@@ -128,6 +128,38 @@ def test_edges_of_routing(ranks, moe):
     compare(ranks, 2, {"moe": moe}, {"expert_parallel": 2}, SGD, 4)
 
 
+@pytest.mark.parametrize("reshard", ["forward", "window"])
+def test_fewer_experts_than_shards_cut_the_other_dimension(ranks, reshard):
+    few = {"moe": {"num_experts": 2, "top_k": 1}}
+    compare(ranks, 4, few, {"mode": "fsdp", "fsdp": {"reshard": reshard}}, SGD, 2)
+
+
+def bf16_case(rank: Runtime, mode: str) -> tuple[list[tuple[float, float]], set[str]]:
+    """Figures of three steps of one micro-batch, and types of the reduced gradients."""
+    parallel = {"mode": mode, "expert_parallel": 2, "compute_dtype": "bfloat16"}
+    step = build(rank, model_config(), parallel, SGD)
+    found = [figures(output) for output in train(step, rank, 3, SEQUENCES // 4, lr=0.05)]
+    return found, {str(shard.gradient().dtype) for shard in step.optimizer.shards}
+
+
+def test_bf16_is_the_same_in_both_modes(ranks):
+    """Same rounded weights, same operations: the first loss is equal to the bit.
+
+    Gradients are reduced in FP32 in both, so the first norm is as equal as FP32 sums are.
+    """
+    (ddp, ddp_types), (fsdp, fsdp_types) = (ranks(4).run(bf16_case, m)[0] for m in ("ddp", "fsdp"))
+    assert ddp_types == fsdp_types == {"torch.float32"}
+    assert ddp[0][0] == fsdp[0][0]
+    assert fsdp[0][1] == pytest.approx(ddp[0][1], rel=1e-5)
+    torch.testing.assert_close(torch.tensor(fsdp), torch.tensor(ddp), rtol=2e-2, atol=0)
+
+
+def test_bf16_follows_fp32(ranks):
+    """Trunk and head see the same divisor: the norm is within bf16's rounding of FP32's."""
+    (found, _), expected = ranks(4).run(bf16_case, "ddp")[0], one_rank(ranks, {}, SGD, 0.05)[0][0]
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected[:3]), rtol=2e-2, atol=0)
+
+
 def test_tied_embeddings(ranks):
     compare(ranks, 2, {"tie_embeddings": True}, {"expert_parallel": 2}, SGD, 4)
     compare(ranks, 2, {"tie_embeddings": True}, {"mode": "fsdp"}, SGD, 4)
@@ -152,12 +184,15 @@ def compile_case(rank: Runtime, parallel: dict[str, Any]) -> tuple[list[tuple[fl
     return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_compile_gives_the_same_losses_and_compiles_once(ranks, mode):
+def test_compile_gives_the_same_losses_and_compiles_once(ranks, mode, dtype):
     layout = {"mode": mode, "expert_parallel": 2, "activation_checkpointing": "full"}
     expected = torch.tensor(one_rank(ranks, {}, SGD, 0.05)[0][0])
-    found, graphs = ranks(2).run(compile_case, layout | {"compile": True})[0]
-    torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-5, atol=0)
+    compiled = layout | {"compile": True, "compute_dtype": dtype}
+    found, graphs = ranks(2).run(compile_case, compiled)[0]
+    rtol = 1e-5 if dtype == "float32" else 5e-2
+    torch.testing.assert_close(torch.tensor(found), expected, rtol=rtol, atol=0)
     # Attention, the dense feed-forward, the shared expert: the same for every layer and step.
     assert graphs == 3
 

@@ -1,6 +1,8 @@
 """Checkpoints: any layout reads any other, strict keys, atomic folders. Runs on gloo, in CI."""
 
+import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,34 +10,52 @@ from typing import Any
 import pytest
 import torch
 
+from olmo_shard.data.loader import LoaderState
 from olmo_shard.distributed.runtime import Runtime
-from olmo_shard.errors import CheckpointError
+from olmo_shard.errors import CheckpointError, TrainingError
 from olmo_shard.train import checkpoint_folder as folders
 from olmo_shard.train.checkpoint import Checkpointer
+from olmo_shard.train.state import TrainState
 from tests.support.tiny import assemble, build, figures, model_config, owned, train
 
 ADAMW = {"name": "adamw"}
 LR = 3e-3
-STATE = {"train": {"hello": 1}, "loader": {}}
+LOADER = LoaderState(drawn=[5], seed=1, sequence_length=12, source_tokens=[99])
+SAVED_STATE = folders.SavedState(
+    train=TrainState(step=7), loader=LOADER, model={}, optimizer_steps=7, shapes={"a": [2, 3]}
+)
 
 
-def straight_case(rank: Runtime, parallel: dict[str, Any], steps: int, micro: int) -> Any:
-    step = build(rank, model_config(), parallel, ADAMW)
+def straight_case(
+    rank: Runtime, parallel: dict[str, Any], steps: int, micro: int, model: Any = None
+) -> Any:
+    step = build(rank, model_config(**(model or {})), parallel, ADAMW)
     return [figures(o) for o in train(step, rank, steps, micro, lr=LR)], owned(step)
 
 
-def save_case(rank: Runtime, parallel: dict[str, Any], steps: int, micro: int, where: str) -> str:
-    step = build(rank, model_config(), parallel, ADAMW)
+def save_case(
+    rank: Runtime, parallel: dict[str, Any], steps: int, micro: int, where: str, model: Any = None
+) -> str:
+    step = build(rank, model_config(**(model or {})), parallel, ADAMW)
     train(step, rank, steps, micro, lr=LR)
-    return str(Checkpointer(step.optimizer).save(Path(where), steps, STATE, None))
+    train_state = TrainState(step=steps, tokens=17)
+    return str(Checkpointer(step.optimizer).save(Path(where), train_state, LOADER))
 
 
 def resume_case(
-    rank: Runtime, parallel: dict[str, Any], start: int, steps: int, micro: int, path: str
+    rank: Runtime,
+    parallel: dict[str, Any],
+    start: int,
+    steps: int,
+    micro: int,
+    path: str,
+    model: Any = None,
 ) -> Any:
-    step = build(rank, model_config(), parallel, ADAMW, seed=1234)  # other initial weights
+    step = build(
+        rank, model_config(**(model or {})), parallel, ADAMW, seed=1234
+    )  # other initial weights
     state = Checkpointer(step.optimizer).load(Path(path))
-    assert state["train"] == STATE["train"]
+    assert (state.train.step, state.train.tokens, state.loader) == (start, 17, LOADER)
     outputs = train(step, rank, steps, micro, lr=LR, start=start)
     return [figures(o) for o in outputs], owned(step)
 
@@ -69,6 +89,18 @@ def test_any_layout_resumes_from_any_other(ranks, tmp_path, size, parallel, micr
             expected = assemble([part[1] for part in saved])
             found_weights = assemble([part[1] for part in parts])
             assert all(torch.equal(found_weights[name], expected[name]) for name in expected)
+
+
+def test_experts_cut_in_the_other_dimension_are_saved_and_read(ranks, tmp_path):
+    """FSDP over 4 ranks with 2 experts: several ranges of one tensor a rank."""
+    few = {"moe": {"num_experts": 2, "top_k": 1}}
+    fsdp = {"mode": "fsdp"}
+    path = ranks(4).run(save_case, fsdp, 2, 2, str(tmp_path), few)[0]
+    saved = assemble([part[1] for part in ranks(4).run(straight_case, fsdp, 2, 2, few)])
+    for size, parallel in ((2, {"expert_parallel": 2}), (4, fsdp)):
+        parts = ranks(size).run(resume_case, parallel, 2, 0, 2, path, few)
+        found = assemble([part[1] for part in parts])
+        assert all(torch.equal(found[name], saved[name]) for name in saved)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -137,9 +169,10 @@ def error_case(rank: Runtime, path: str, model: dict[str, Any], optim: dict[str,
 @pytest.mark.parametrize(
     ("model", "optim", "message"),
     [
-        ({"qk_norm": "none"}, ADAMW, "unexpected exp_avg.blocks.0.attention.k_norm.weight"),
-        ({"tie_embeddings": True}, ADAMW, "unexpected exp_avg.lm_head.weight"),
-        ({"n_layers": 4}, ADAMW, "missing buffer.blocks.3.feed_forward.router.expert_bias"),
+        ({"qk_norm": "none"}, ADAMW, "model.qk_norm = 'none' instead of 'head'"),
+        ({"n_layers": 4}, ADAMW, "model.n_layers = 4 instead of 3"),
+        ({"rope_theta": 5e5}, ADAMW, "model.rope_theta = 500000.0 instead of 10000.0"),
+        ({"router": {"normalize": True}}, ADAMW, "model.moe.router.normalize = True instead of"),
         (
             {"vocab_size": 100},
             ADAMW,
@@ -167,14 +200,14 @@ def full_disk_case(rank: Runtime, where: str) -> str:
     if rank.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
     try:
-        checkpointer.save(Path(where), 1, {}, None)
+        checkpointer.save(Path(where), TrainState(step=1), LOADER)
         first = "saved"
-    except CheckpointError as error:
+    except TrainingError as error:
         first = str(error)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, handler)
-    checkpointer.save(Path(where), 1, {}, None)
+    checkpointer.save(Path(where), TrainState(step=1), LOADER)
     return first
 
 
@@ -187,7 +220,9 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all_and_a_retry_works(ranks, tmp
 def test_only_complete_checkpoints_count(tmp_path):
     for step in (5, 20, 100):
         folders.commit(
-            folders.begin(folders.folder_of(tmp_path, step)), folders.folder_of(tmp_path, step), {}
+            folders.begin(folders.folder_of(tmp_path, step)),
+            folders.folder_of(tmp_path, step),
+            SAVED_STATE,
         )
     folders.begin(folders.folder_of(tmp_path, 120))
     (folders.folder_of(tmp_path, 110)).mkdir()
@@ -200,8 +235,7 @@ def test_only_complete_checkpoints_count(tmp_path):
 def test_a_kill_at_any_system_call_leaves_a_complete_checkpoint(tmp_path, monkeypatch):
     """The only checkpoint is saved again, and dies at each of its file operations in turn."""
     final = folders.folder_of(tmp_path, 7)
-    state: dict[str, Any] = dict.fromkeys(("train", "loader", "optimizer_steps", "shapes"), 0)
-    folders.commit(folders.begin(final), final, state)
+    folders.commit(folders.begin(final), final, SAVED_STATE)
 
     class Killed(BaseException):
         pass
@@ -226,23 +260,43 @@ def test_a_kill_at_any_system_call_leaves_a_complete_checkpoint(tmp_path, monkey
             for (owner, name), original in originals.items():
                 patch.setattr(owner, name, dying(original))
             try:
-                folders.commit(folders.begin(final), final, state)
+                folders.commit(folders.begin(final), final, SAVED_STATE)
             except Killed:
                 deaths += 1
         (newest,) = folders.complete_checkpoints(tmp_path)
-        assert folders.read_state(newest)["format"] == 1
+        assert folders.read_state(newest) == SAVED_STATE
     assert 5 < deaths < 20
 
 
 def test_a_state_of_another_format_or_none_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"no such checkpoint, or not a complete one"):
         folders.read_state(tmp_path)
-    (tmp_path / folders.STATE).write_text('{"format": 99}')
-    with pytest.raises(CheckpointError, match=r"format 99, but this version reads 1"):
+    whole = SAVED_STATE.model_dump()
+    for damaged in ("{", "[]", "\\xff", "null", json.dumps(whole | {"format": 99})):
+        (tmp_path / folders.STATE).write_text(damaged)
+        with pytest.raises(CheckpointError, match=r"state\.json is damaged or of another version"):
+            folders.read_state(tmp_path)
+    (tmp_path / folders.STATE).write_text(json.dumps(whole | {"train": {"step": "4"}}))
+    with pytest.raises(CheckpointError, match=r"train\.step Input should be a valid integer"):
         folders.read_state(tmp_path)
-    (tmp_path / folders.STATE).write_text('{"format": 1, "train": {}}')
-    with pytest.raises(CheckpointError, match=r"lacks loader, optimizer_steps, shapes"):
-        folders.read_state(tmp_path)
-    (tmp_path / folders.STATE).write_text("{")
-    with pytest.raises(CheckpointError, match=r"cannot be read"):
-        folders.read_state(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (".metadata", b"", r"its \.metadata cannot be read"),
+        (".metadata", b"garbage", r"its \.metadata cannot be read"),
+        (".metadata", None, r"its \.metadata cannot be read"),
+        ("__1_0.distcp", b"short", r"its file __1_0\.distcp has 5 bytes instead of"),
+        ("__1_0.distcp", None, r"its file __1_0\.distcp is missing"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_on_every_rank(ranks, tmp_path, name, content, message):
+    path = ranks(2).run(save_case, {"expert_parallel": 2}, 1, 4, str(tmp_path))[0]
+    if content is None:
+        (Path(path) / name).unlink()
+    else:
+        (Path(path) / name).write_bytes(content)
+    messages = ranks(2).run(error_case, path, {}, ADAMW)
+    assert messages[0] == messages[1]
+    assert re.search(message, messages[0])

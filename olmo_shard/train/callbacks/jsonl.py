@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import IO, Any
 
+from olmo_shard.errors import ConfigurationError
 from olmo_shard.train.callbacks.base import Callback, RunInfo
 
 FILE = "metrics.jsonl"
@@ -45,13 +46,26 @@ class JsonLines(Callback):
 
 
 def read_records(path: Path, last_step: int | None = None) -> list[dict[str, Any]]:
-    """Records up to ``last_step``; a last line that a kill cut short is left out."""
+    """Records up to ``last_step``; a last line that a kill cut short is left out.
+
+    :raises ConfigurationError: naming file and line where one is no record.
+    """
     if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
     whole = lines[:-1]  # what follows the last newline is empty, or cut short
-    records = [json.loads(line) for line in whole]
+    records = [_parsed(line, path, number) for number, line in enumerate(whole, start=1)]
     return [r for r in records if last_step is None or r["step"] <= last_step]
+
+
+def _parsed(line: str, path: Path, number: int) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:
+        record = None
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        raise ConfigurationError(f"{path} line {number} is no record of a step: remove the line")
+    return record
 
 
 def _reopen(path: Path, last_step: int) -> IO[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from olmo_shard import cli
 from olmo_shard.config import load_config
@@ -254,7 +255,6 @@ def test_ending_the_launcher_ends_its_ranks(tmp_path, number):
         (["train.stepz=1"], r"train.stepz: unknown key"),
         (["parallel.expert_parallel=2"], r"expert_parallel = 2 does not divide the 1 rank"),
         (["train.global_batch_tokens=100"], r"100 is not a multiple of ranks x"),
-        (["run.threads=100000"], r"run.threads = 100000 is more than the"),
         (["model.vocab_size=40"], r"is outside the vocabulary of 40 ids"),
         (["data.sources.0.path=none.bin"], r"no such file or folder: none.bin"),
         (["checkpoint.resume=/nowhere"], r"checkpoint /nowhere: no such checkpoint"),
@@ -272,6 +272,23 @@ def test_mistakes_end_in_one_message_and_exit_code_2(tmp_path, main, command, ar
     assert message in printed
     assert "Traceback" not in printed
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.threads=100000", "run.threads = 100000 is more than the"),
+        ("run.device=cuda", "run.device = cuda, but torch finds no CUDA device"),
+    ],
+)
+def test_training_wants_what_this_machine_has_and_a_check_does_not(
+    tmp_path, main, override, message, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = write_config(tmp_path)
+    code, printed = main("train", config, override)
+    assert (code, message in printed) == (2, True)
+    assert main("check", config, override)[0] == 0
 
 
 def test_launchers_do_not_mix(tmp_path, main, monkeypatch):
@@ -335,10 +352,9 @@ def test_an_older_checkpoint_is_not_continued_beside_later_ones(tmp_path, main):
 
 def test_a_run_folder_is_for_one_job(tmp_path, main):
     config = load_config(str(write_config(tmp_path)))
-    lock = open_run(config)
-    code, printed = main("train", tmp_path / "config.yaml")
+    with open_run(config):
+        code, printed = main("train", tmp_path / "config.yaml")
     assert (code, "is in use by another job" in printed) == (2, True)
-    lock.close()
     assert main("train", tmp_path / "config.yaml")[0] == 0
 
 

@@ -77,7 +77,7 @@ class _HeadLosses(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dh_TD, dw_VD = ctx.saved_tensors
         scale = grads[0]
-        # In FP32: a scale rounded to bf16 is wrong by up to 2^-8, by the same factor for the whole trunk.
-        # What is left is a second rounding of the product, 2^-9 at worst.
+        # In FP32: a scale rounded to bf16 is wrong by up to 2^-8, and by the same factor for the
+        # whole trunk. What is left is the second rounding of a product, 2^-9 at worst.
         dh_TD = (dh_TD.float() * scale).to(dh_TD.dtype)
         return dh_TD, (dw_VD * scale).to(ctx.weight_dtype), None, None, None

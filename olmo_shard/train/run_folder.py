@@ -2,8 +2,9 @@
 
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO
 
 from olmo_shard.config import Config, dump_yaml
 from olmo_shard.errors import CheckpointError, ConfigurationError
@@ -53,28 +54,31 @@ def choose_checkpoint(config: Config, total_steps: int) -> Path | None:
     return path
 
 
-def open_run(config: Config) -> IO[str]:
-    """Make the folder, take its lock, write the resolved config. What is returned is the lock.
+@contextmanager
+def open_run(config: Config) -> Iterator[None]:
+    """Make the folder, hold its lock, write the resolved config.
 
     :raises ConfigurationError: where it cannot be written, or another job is using it.
     """
     run_dir = Path(config.run.dir)
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock = (run_dir / _LOCK).open("w")
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        (run_dir / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
-    except BlockingIOError as error:
-        raise ConfigurationError(
-            f"run.dir = {run_dir} is in use by another job: choose another run.dir, or end that job"
-        ) from error
-    except OSError as error:
-        raise ConfigurationError(
-            f"run.dir = {run_dir} cannot be written: {error.strerror}"
-        ) from error
     for name in (FILE, EVAL_FILE):
         read_records(run_dir / name)
-    return lock
+    with ExitStack() as stack:
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context((run_dir / _LOCK).open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (run_dir / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
+        except BlockingIOError as error:
+            raise ConfigurationError(
+                f"run.dir = {run_dir} is in use by another job: choose another run.dir, or end "
+                "that job"
+            ) from error
+        except OSError as error:
+            raise ConfigurationError(
+                f"run.dir = {run_dir} cannot be written: {error.strerror}"
+            ) from error
+        yield
 
 
 def _unwritable(path: Path) -> str | None:

@@ -1,9 +1,8 @@
 """What happens between joining the peers and the first step: agree, then resume or begin."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO
 
 from olmo_shard.config import Config
 from olmo_shard.distributed import collectives
@@ -47,13 +46,9 @@ def check_inputs(config: Config, mesh: Mesh, *, scanned: bool) -> None:
 @contextmanager
 def opened_run(config: Config, mesh: Mesh) -> Iterator[None]:
     """Hold the run's folder for this job alone; collective."""
-    held: list[IO[str]] = []
-    on_first_rank(mesh.control, lambda: held.append(open_run(config)))
-    try:
+    with ExitStack() as stack:
+        on_first_rank(mesh.control, lambda: stack.enter_context(open_run(config)))
         yield
-    finally:
-        for lock in held:
-            lock.close()
 
 
 def start_from(config: Config, trainer: Trainer, mesh: Mesh) -> str:

@@ -23,6 +23,7 @@ def views_case(rank: Runtime) -> None:
     data_parallel = step.optimizer.data_parallel
     assert isinstance(data_parallel, DistributedDataParallel)
     storages = {space.grads.untyped_storage().data_ptr() for space in data_parallel.spaces}
+    train(step, rank, 1, 2, lr=1e-3)
     before = {name: p.grad for name, p in step.model.named_parameters()}
     train(step, rank, 2, 2, lr=1e-3)
     for name, parameter in step.model.named_parameters():

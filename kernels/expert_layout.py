@@ -38,10 +38,7 @@ def expert_layout(local_expert_Rm: Tensor, num_local_experts: int) -> ExpertLayo
     flat = local_expert_Rm.flatten()
     # Empty slots sort behind the last expert and are cut off.
     key = torch.where(flat < 0, num_local_experts, flat)
-    # Not bincount, which on CUDA reads the largest key back to the host.
-    counts_e = torch.zeros(num_local_experts + 1, dtype=torch.int64, device=key.device)
-    counts_e.scatter_add_(0, key.long(), torch.ones_like(key, dtype=torch.int64))
-    counts = counts_e[:num_local_experts].tolist()
+    counts = torch.bincount(key, minlength=num_local_experts + 1)[:num_local_experts].tolist()
     slot_P = torch.argsort(key, stable=True)[: sum(counts)]
     slots = local_expert_Rm.shape[1]
     return ExpertLayout(slot_P, slot_P // slots, counts)

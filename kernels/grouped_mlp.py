@@ -19,6 +19,7 @@ without atomics.
 Bytes moved: P x (2D + 3F) x itemsize, weights apart. FLOPs: forward 6 P D F, backward twice that.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,19 +29,14 @@ from torch import Tensor
 from olmo_shard.kernels.expert_layout import ExpertLayout
 
 
-class _Groups:
-    """Walk over the experts with the pairs of each, empty experts left out."""
-
-    def __init__(self, layout: ExpertLayout) -> None:
-        self.layout = layout
-
-    def __iter__(self):
-        start = 0
-        for expert, count in enumerate(self.layout.counts):
-            if count:
-                pairs = slice(start, start + count)
-                yield expert, pairs, self.layout.row_P[pairs]
-            start += count
+def _groups(layout: ExpertLayout) -> Iterator[tuple[int, slice, Tensor]]:
+    """Each expert that has pairs: its number, its pairs, their rows."""
+    start = 0
+    for expert, count in enumerate(layout.counts):
+        if count:
+            pairs = slice(start, start + count)
+            yield expert, pairs, layout.row_P[pairs]
+        start += count
 
 
 def grouped_mlp_fwd_ref(
@@ -49,7 +45,7 @@ def grouped_mlp_fwd_ref(
     """Forward in plain torch: (y_RD, h_P2F)."""
     h_P2F = x_RD.new_empty(weight_P.shape[0], w_gate_up.shape[1])
     y_RD = torch.zeros(x_RD.shape, dtype=torch.float32, device=x_RD.device)
-    for expert, pairs, rows in _Groups(layout):
+    for expert, pairs, rows in _groups(layout):
         torch.mm(x_RD[rows], w_gate_up[expert].T, out=h_P2F[pairs])
         gate, up = h_P2F[pairs].chunk(2, dim=1)
         activation = F.silu(gate) * up * weight_P[pairs, None].to(x_RD.dtype)
@@ -73,7 +69,7 @@ def grouped_mlp_bwd_ref(
     dx_RD = torch.zeros(x_RD.shape, dtype=torch.float32, device=x_RD.device)
     dweight_P = torch.zeros_like(weight_P)
     dw_gate_up, dw_down = torch.zeros_like(w_gate_up), torch.zeros_like(w_down)
-    for expert, pairs, rows in _Groups(layout):
+    for expert, pairs, rows in _groups(layout):
         gate, up = h_P2F[pairs].chunk(2, dim=1)
         weight = weight_P[pairs, None].to(x_RD.dtype)
         sigmoid = torch.sigmoid(gate)

@@ -58,7 +58,7 @@ def prepare(
     options = PrepareOptions(
         out=out,
         tokenizer=tokenizer,
-        bpe_vocab_size=train_bpe or 0,
+        bpe_vocab_size=train_bpe,
         eos=eos,
         validation_fraction=validation_fraction,
     )
@@ -121,10 +121,12 @@ def train(
 def _check_here(config: "Config", world_size: int) -> None:
     """All checks before any rank starts."""
     from olmo_shard.distributed.runtime import check_machine
-    from olmo_shard.train.preflight import preflight, scan_before_training
+    from olmo_shard.train.preflight import check_start, preflight, scan_before_training
 
     check_machine(config.run)
-    scan_before_training(preflight(config, world_size), config.model.vocab_size)
+    files = preflight(config, world_size)
+    check_start(config)
+    scan_before_training(files, config.model.vocab_size)
 
 
 def _run_rank(config: "Config", info: "RankInfo | None") -> None:

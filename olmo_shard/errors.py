@@ -13,6 +13,10 @@ class ConfigurationError(OlmoShardError):
     exit_code = 2
 
 
+class NothingLeftError(ConfigurationError):
+    """A run is at its end already."""
+
+
 class DataError(OlmoShardError):
     """A source, a token file or a tokenizer cannot be used."""
 

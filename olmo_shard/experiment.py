@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from rich.console import Console as RichConsole
 
-from olmo_shard.config import Config
+from olmo_shard.config import Config, dump_yaml
 from olmo_shard.data.loader import DataLoader, total_steps
 from olmo_shard.data.validation import open_validation
 from olmo_shard.distributed.environment import RankInfo
@@ -18,10 +18,11 @@ from olmo_shard.optim.schedule import describe_schedule
 from olmo_shard.optim.sharded import DistributedOptimizer
 from olmo_shard.parallel.apply import parallelize
 from olmo_shard.train.callbacks import Callback
-from olmo_shard.train.callbacks.console import Console
-from olmo_shard.train.callbacks.jsonl import FILE, JsonLines, read_records
+from olmo_shard.train.callbacks.console import Console, print_summary
+from olmo_shard.train.callbacks.jsonl import JsonLines
 from olmo_shard.train.callbacks.loss_curve import LossCurve
 from olmo_shard.train.callbacks.wandb import WandB
+from olmo_shard.train.records import FILE, Record, read_records
 from olmo_shard.train.start import check_inputs, check_same_config, opened_run, start_from
 from olmo_shard.train.step import TrainStep
 from olmo_shard.train.trainer import Trainer
@@ -33,12 +34,12 @@ def run(config: Config, info: RankInfo | None = None, *, scanned: bool = False) 
     :param info: this rank; null for a run of one process.
     :param scanned: whether whoever started this rank has scanned the data already.
     """
-    with runtime(info, config.run) as rank:
-        mesh = build_mesh(rank, config.parallel.expert_parallel)
+    with runtime(info, config.run) as here:
+        mesh = build_mesh(here, config.parallel.expert_parallel)
         check_same_config(config, mesh)
         check_inputs(config, mesh, scanned=scanned)
         with opened_run(config, mesh):
-            loader = DataLoader(config, rank.rank, rank.world_size)
+            loader = DataLoader(config, here.rank, here.world_size)
             validation = open_validation(config)
             steps = total_steps(config, loader.num_sequences)
 
@@ -49,20 +50,22 @@ def run(config: Config, info: RankInfo | None = None, *, scanned: bool = False) 
             step = TrainStep(model, optimizer, mesh)
 
             console = RichConsole(highlight=False, soft_wrap=True)
-            callbacks = _callbacks(config, console) if rank.rank == 0 else []
+            callbacks = _callbacks(config, console) if here.rank == 0 else []
             trainer = Trainer(config, mesh, loader, validation, step, steps, callbacks)
             started = start_from(config, trainer, mesh)
-            lines = trainer.fit([*_describe(config, rank, loader, steps), started])
-            if rank.rank == 0:
-                Console(console).summary([*_outcome(config), *lines])
+            if here.rank == 0:
+                (trainer.run_dir / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
+            lines = trainer.fit([*_describe(config, here, loader, steps), started])
+            if here.rank == 0:
+                print_summary(console, [*_outcome(config), *lines])
 
 
 def _callbacks(config: Config, console: RichConsole) -> list[Callback]:
-    callbacks: list[Callback] = [Console(console), JsonLines(), LossCurve()]
-    return callbacks if config.tracking.wandb == "off" else [*callbacks, WandB(console)]
+    tracker: list[Callback] = [] if config.tracking.wandb == "off" else [WandB(console)]
+    return [Console(console), JsonLines(), *tracker, LossCurve()]
 
 
-def _describe(config: Config, rank: Runtime, loader: DataLoader, steps: int) -> list[str]:
+def _describe(config: Config, here: Runtime, loader: DataLoader, steps: int) -> list[str]:
     """What was chosen, for the log."""
     parallel, train = config.parallel, config.train
     counts = parameter_counts(config.model)
@@ -70,13 +73,13 @@ def _describe(config: Config, rank: Runtime, loader: DataLoader, steps: int) -> 
     return [
         f"config    {config.run.dir}/config.yaml (resolved, with all overrides)",
         f"model     {counts.total:,} parameters, {counts.active:,} active per token",
-        f"layout    {parallel.mode}, {rank.world_size} rank(s) = {rank.world_size // ep} ep_dp "
+        f"layout    {parallel.mode}, {here.world_size} rank(s) = {here.world_size // ep} ep_dp "
         f"x {ep} ep, dispatch {parallel.dispatch_taken} ({parallel.dispatch}), "
-        f"{parallel.compute_dtype}, {rank.device.type}, {rank.threads} thread(s) a rank",
+        f"{parallel.compute_dtype}, {here.device.type}, {here.threads} thread(s) a rank",
         f"data      {loader.num_sequences:,} sequences of {config.data.sequence_length} tokens "
         "an epoch",
-        f"batch     {train.global_batch_tokens} tokens = {rank.world_size} rank(s) x "
-        f"{config.num_microbatches(rank.world_size)} micro-batch(es) x {train.micro_batch_tokens}",
+        f"batch     {train.global_batch_tokens} tokens = {here.world_size} rank(s) x "
+        f"{config.num_microbatches(here.world_size)} micro-batch(es) x {train.micro_batch_tokens}",
         f"schedule  {describe_schedule(config.optim.lr, steps, config.schedule)}; {steps} steps",
     ]
 
@@ -87,8 +90,13 @@ def _outcome(config: Config) -> list[tuple[str, str]]:
     first, last = records[0], records[-1]
     rate = statistics.median(record["tokens_per_second"] for record in records)
     return [
-        ("first loss", f"{first['loss']:.4f} (step {first['step']})"),
-        ("last loss", f"{last['loss']:.4f} (step {last['step']})"),
+        ("first loss", _loss(first)),
+        ("last loss", _loss(last)),
         ("tokens/s", f"{rate:,.0f} (median of all steps)"),
         ("run directory", str(config.run.dir)),
     ]
+
+
+def _loss(record: Record) -> str:
+    loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
+    return f"{loss} (step {record['step']})"

@@ -306,8 +306,16 @@ def test_a_finished_run_does_not_report_success_again(tmp_path, main):
     assert main("train", config)[0] == 0
     code, printed = main("train", config)
     assert (code, "nothing to train" in printed) == (2, True)
+    code, printed = main("check", config)
+    assert (code, "# nothing to train" in printed) == (0, True)
     code, printed = main("train", config, "checkpoint.resume=never")
     assert (code, "checkpoint.resume = never, but run.dir" in printed) == (2, True)
+    before = (tmp_path / "run" / "config.yaml").read_text()
+    code, printed = main("train", config, "train.steps=9", "model.rope_theta=5e5")
+    assert (code, "model.rope_theta = 500000.0 instead of 10000.0" in printed) == (2, True)
+    code, printed = main("train", config, "train.steps=9", "run.seed=4")
+    assert (code, "run.seed = 4, but the checkpoint was trained with 3" in printed) == (2, True)
+    assert (tmp_path / "run" / "config.yaml").read_text() == before
     code, printed = main("train", config, "train.steps=7", "optim.lr=5e-3")
     assert code == 0
     assert "cosine: 2 warm-up steps to 0.005" in printed, "an override shows in the schedule"

@@ -40,24 +40,3 @@ def test_make_targets_and_configs_that_the_readme_names_exist():
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
     for path in set(re.findall(r"configs/[\w.-]+\.yaml", README)):
         assert (ROOT / path).is_file(), path
-
-
-def test_every_config_field_has_a_sentence_or_a_plain_name():
-    from pydantic import BaseModel
-
-    from olmo_shard.config import Config
-
-    def models(model: type[BaseModel]) -> list[type[BaseModel]]:
-        nested = [
-            each
-            for field in model.model_fields.values()
-            for each in (field.annotation, *getattr(field.annotation, "__args__", ()))
-            if isinstance(each, type) and issubclass(each, BaseModel)
-        ]
-        return [model, *(found for each in nested for found in models(each))]
-
-    plain = {"beta1", "beta2", "eps", "norm_eps", "weight", "project", "entity", "path"}
-    for model in models(Config):
-        for name, field in model.model_fields.items():
-            section = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-            assert field.description or section or name in plain, f"{model.__name__}.{name}"

@@ -35,6 +35,14 @@ class DataConfig(Section):
     document_masking: bool = False
     """Tokens see only their own document, and labels that cross into the next one are ignored."""
 
+    def named_sources(self) -> dict[str, DataSource]:
+        """Training sources by the name that messages use."""
+        return {f"data.sources.{index}": source for index, source in enumerate(self.sources)}
+
+    def named_validation(self) -> dict[str, DataSource]:
+        """Validation sets by the name that messages use."""
+        return {f"data.validation.{name}": source for name, source in self.validation.items()}
+
     @model_validator(mode="after")
     def _weights_are_for_training(self) -> "DataConfig":
         for name, source in self.validation.items():

@@ -91,11 +91,15 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         child = _child(node, part, override)
         if child is None:
             child = {}
-            node[part] = child
+            _set(node, part, child)
         node = child
     value = _yaml(text, f"override {override!r}")
     _child(node, last, override)
-    node[int(last) if isinstance(node, list) else last] = value
+    _set(node, last, value)
+
+
+def _set(node: Any, part: str, value: Any) -> None:
+    node[int(part) if isinstance(node, list) else part] = value
 
 
 def _child(node: Any, part: str, override: str) -> Any:
@@ -121,8 +125,7 @@ def _validate(tree: dict[str, Any], path: str) -> Config:
 
 def _explain(item: Any) -> str:
     # The alternatives of a union are marked by what pydantic calls them: not a part of the path.
-    tags = ("str", "constrained-str", "list[", "function-")
-    location = [str(part) for part in item["loc"] if not str(part).startswith(tags)]
+    location = [str(part) for part in item["loc"] if not _is_union_tag(str(part))]
     where = ".".join(location)
     if item["type"] == "extra_forbidden":
         return f"  {where}: unknown key (value {item['input']!r}){_nearest(location)}"
@@ -136,6 +139,10 @@ def _explain(item: Any) -> str:
     if item["type"] == "int_type" and isinstance(item["input"], float):
         message = "a whole number is needed, written without a point or exponent"
     return f"  {where} = {item['input']!r}: {message}"
+
+
+def _is_union_tag(part: str) -> bool:
+    return part in ("str", "constrained-str") or part.startswith(("list[", "function-"))
 
 
 def _nearest(location: list[str]) -> str:

@@ -84,13 +84,21 @@ class Config(Section):
             )
 
     def _check_expert_shards(self, ep_dp: int) -> None:
-        """FSDP2 cuts dimension 1 of expert weights where there are fewer experts than shards."""
+        """FSDP2 cuts dimension 1 of expert weights where the experts do not fill all ranks."""
         assert self.model.moe is not None
         local = self.model.moe.num_experts // self.parallel.expert_parallel
+        if fills_all(local, ep_dp):
+            return
         widths = {"2 x moe.hidden": 2 * self.model.moe.hidden, "d_model": self.model.d_model}
         for name, width in widths.items():
-            if local < ep_dp and width % ep_dp:
+            if width % ep_dp:
                 raise ConfigurationError(
                     f"parallel.mode = fsdp shards {local} local expert(s) over {ep_dp} ranks along "
                     f"{name} = {width}, which {ep_dp} does not divide; change expert_parallel"
                 )
+
+
+def fills_all(length: int, ranks: int) -> bool:
+    """Whether runs of ceil(length / ranks) items, the last one shorter, leave no rank empty."""
+    run = -(-length // ranks)
+    return -(-length // run) == ranks

@@ -11,9 +11,9 @@ class TrainConfig(Section):
     steps: int | None = Field(default=None, gt=0, le=10**9)
     """Stop after this many optimizer steps."""
     tokens: int | None = Field(default=None, gt=0, le=10**18)
-    """Stop at the last whole step within this many tokens."""
+    """Stop at the last whole step within this many tokens, with or without a label."""
     epochs: float | None = Field(default=None, gt=0, le=10**6)
-    """Stop at the last whole step within this many passes over the training sources."""
+    """Stop at the last whole step within this many times the sequences of all sources."""
     global_batch_tokens: int = Field(gt=0, le=10**10)
     """Tokens of one optimizer step over all ranks."""
     micro_batch_tokens: int = Field(gt=0)
@@ -39,7 +39,7 @@ class EvalConfig(Section):
     every: int = Field(default=0, ge=0)
     """Steps between evaluations of all validation sets (and once at the end); 0 means never."""
     tokens: int = Field(default=65_536, gt=0)
-    """Tokens read from each validation set, at most."""
+    """Tokens read from each validation set, at most (but one sequence at least)."""
 
 
 class CheckpointConfig(Section):

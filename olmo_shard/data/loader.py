@@ -47,7 +47,11 @@ class LoaderState(BaseModel):
     seed: int
     sequence_length: int
     source_tokens: list[int]
-    """Ids of each source: other files, another stream."""
+    """Ids of each source: files of other sizes are another stream."""
+    weights: list[float]
+    """Of the sources, in force since the next two."""
+    since_sequences: int = 0
+    since_drawn: list[int]
 
 
 class DataLoader:
@@ -58,7 +62,7 @@ class DataLoader:
 
     def __init__(self, config: Config, rank: int = 0, world_size: int = 1) -> None:
         self.config, self.rank, self.world_size = config, rank, world_size
-        named = {f"data.sources.{i}": source for i, source in enumerate(config.data.sources)}
+        named = config.data.named_sources()
         self.sources = open_sources(named, config.data, config.model.vocab_size)
         self._seeds = [source_seed(config.run.seed, name) for name in named]
         weights = np.array([source.weight for source in config.data.sources])
@@ -70,6 +74,8 @@ class DataLoader:
             seed=config.run.seed,
             sequence_length=config.data.sequence_length,
             source_tokens=[source.num_tokens for source in self.sources],
+            weights=weights.tolist(),
+            since_drawn=[0] * len(self.sources),
         )
 
     @property
@@ -93,7 +99,7 @@ class DataLoader:
         ]
 
     def load_state(self, state: LoaderState) -> None:
-        """Go on at a position.
+        """Go on at a position. Changed weights count from here on.
 
         :raises CheckpointError: where it is the position in another stream: sequences would be
             repeated or left out.
@@ -110,12 +116,17 @@ class DataLoader:
                     f"{what} = {here}, but the checkpoint was trained with {saved}: the order of "
                     "the data would change; restore it, or start anew with checkpoint.init_from"
                 )
-        self.state = state.model_copy(deep=True)
+        weights, self.state = self.state.weights, state.model_copy(deep=True)
+        if weights != state.weights:
+            self.state.weights = weights
+            self.state.since_sequences = state.sequences
+            self.state.since_drawn = list(state.drawn)
 
     def _next(self) -> tuple[int, int]:
         """Source and position in its own stream of the next sequence."""
-        drawn = self.state.drawn
-        due = self._shares * (self.state.sequences + 1) - drawn
+        state, drawn = self.state, self.state.drawn
+        since = np.array(drawn) - state.since_drawn
+        due = self._shares * (state.sequences + 1 - state.since_sequences) - since
         source = int(np.argmax(due))
         position = drawn[source]
         drawn[source] += 1

@@ -9,7 +9,7 @@ import hashlib
 import math
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -36,8 +36,9 @@ class PrepareOptions:
 
     out: Path
     tokenizer: Path | None
-    """A tokenizer.json; null trains one."""
-    bpe_vocab_size: int
+    """A tokenizer.json to use."""
+    bpe_vocab_size: int | None
+    """Ids of the BPE to train where no tokenizer is given."""
     eos: str | None
     validation_fraction: float
     """Share of the documents that go to validation, in 0 .. 0.5."""
@@ -68,7 +69,10 @@ def prepare(files: list[InputFile], options: PrepareOptions, console: Console) -
     with _progress(console) as progress:
         tokenizer = _tokenizer(files, options, progress)
         # Beside the target, so that the rename at the end stays on one file system.
-        with tempfile.TemporaryDirectory(dir=options.out.parent, prefix=".prepare-") as temporary:
+        with (
+            _unwritable_as(options.out),
+            tempfile.TemporaryDirectory(dir=options.out.parent, prefix=".prepare-") as temporary,
+        ):
             folder = Path(temporary) / "data"
             folder.mkdir()
             meta = _write(files, tokenizer, folder, options, progress)
@@ -86,13 +90,21 @@ def narrowest_type(vocab_size: int) -> TokenType:
     raise DataError(f"a vocabulary of {vocab_size} ids does not fit uint32")
 
 
+@contextmanager
+def _unwritable_as(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"--out {out} cannot be written: {error.strerror}") from error
+
+
 def _check(files: list[InputFile], options: PrepareOptions) -> None:
     if not files:
         raise DataError("no sources: name files or folders, or use --stdlib")
-    try:
+    with _unwritable_as(options.out):
         options.out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"--out {options.out} cannot be written: {error.strerror}") from error
+        # Tried now, not after minutes of work.
+        tempfile.TemporaryDirectory(dir=options.out.parent, prefix=".prepare-").cleanup()
     if options.out.exists():
         raise DataError(f"--out {options.out} exists already; remove it or choose another folder")
     if not 0 <= options.validation_fraction <= 0.5:
@@ -104,6 +116,7 @@ def _check(files: list[InputFile], options: PrepareOptions) -> None:
 def _tokenizer(files: list[InputFile], options: PrepareOptions, progress: Progress) -> Tokenizer:
     if options.tokenizer is not None:
         return load_tokenizer(options.tokenizer)
+    assert options.bpe_vocab_size is not None
     every = sampling_step(sum(file.size for file in files))
     documents = _documents(files, progress, "train BPE")
     return train_bpe(sample(documents, every), options.bpe_vocab_size)

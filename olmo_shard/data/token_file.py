@@ -5,6 +5,7 @@ header).
 """
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from glob import glob, has_magic
 from pathlib import Path
@@ -19,6 +20,10 @@ _CHUNK = 1 << 22
 """Ids read at once by a scan."""
 _HEAD_BYTES = 256
 """Read to see whether the declared type can be right."""
+
+
+def _ignore(_: int) -> None:
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +71,7 @@ class TokenFile:
         zeros.see(np.frombuffer(whole, dtype=self.dtype))
         return zeros.problem()
 
-    def id_problem(self, vocab_size: int, advance=lambda ids: None) -> str | None:
+    def id_problem(self, vocab_size: int, advance: Callable[[int], object] = _ignore) -> str | None:
         """The first id outside the vocabulary, or a wrong checksum. Reads the whole file.
 
         :param vocab_size: of the model; the data's own bound counts too.

@@ -41,7 +41,7 @@ def open_validation(config: Config) -> list[ValidationSet]:
 
     :raises DataError: naming each bad file and why.
     """
-    named = {f"data.validation.{name}": s for name, s in config.data.validation.items()}
+    named = config.data.named_validation()
     sources = open_sources(named, config.data, config.model.vocab_size)
     return [
         ValidationSet(name, source, config)

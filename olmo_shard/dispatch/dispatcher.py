@@ -8,7 +8,7 @@ A layer calls, in this order::
     out_TD = dispatcher.combine(experts(rows), rows.handle)
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from olmo_shard.dispatch import exchange
-from olmo_shard.dispatch.exchange import DispatchHandle
+from olmo_shard.dispatch.exchange import DispatchHandle, Transport
 from olmo_shard.dispatch.plan import make_plan
 
 
@@ -25,6 +25,7 @@ class Flight:
     """A dispatch under way."""
 
     order: Tensor
+    """Empty: it carries the order of the autograd nodes, and no data."""
     handle: DispatchHandle
 
 
@@ -39,10 +40,10 @@ class DispatchedRows(NamedTuple):
     handle: DispatchHandle
 
 
-class TokenDispatcher(ABC):
+class TokenDispatcher(Transport):
     """Sends token rows to their experts and brings one pre-summed row a rank back.
 
-    A transport fills in the three abstract methods.
+    A transport fills in ``send``, ``receive`` and ``exchange_counts``.
 
     :param num_experts: E, over all ranks of the group.
     :param num_ranks: W, ranks of the expert-parallel group.
@@ -79,11 +80,3 @@ class TokenDispatcher(ABC):
     @abstractmethod
     def exchange_counts(self, send_counts_W: Tensor) -> Tensor:
         """Rows that each rank sends to this one, int64 [W]."""
-
-    @abstractmethod
-    def send(self, payload: tuple[Tensor, ...], handle: DispatchHandle, outward: bool) -> None:
-        """See :class:`olmo_shard.dispatch.exchange.Transport`."""
-
-    @abstractmethod
-    def receive(self) -> tuple[Tensor, ...]:
-        """See :class:`olmo_shard.dispatch.exchange.Transport`."""

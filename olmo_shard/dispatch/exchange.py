@@ -16,8 +16,9 @@ save no tensors, so a recompute (activation checkpointing) never falls inside an
 one is outstanding at any time, which every dispatcher asserts.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,16 +37,16 @@ class DispatchHandle:
     """Rows received from each rank."""
 
 
-class Transport(Protocol):
+class Transport(ABC):
     """Moves rows; at most one exchange is outstanding."""
 
+    @abstractmethod
     def send(self, payload: tuple[Tensor, ...], handle: DispatchHandle, outward: bool) -> None:
         """Start to send the rows of all payload tensors (equal first dimension, contiguous)."""
-        ...
 
+    @abstractmethod
     def receive(self) -> tuple[Tensor, ...]:
         """Wait for the rows of all ranks, in rank order: one tensor for each payload tensor."""
-        ...
 
 
 class _DispatchStart(torch.autograd.Function):

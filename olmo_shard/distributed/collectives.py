@@ -5,7 +5,6 @@ Gradients are always summed, never averaged. A group of one communicates nothing
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -62,7 +61,8 @@ def reduce_scatter(output: Tensor, flat: Tensor, group: dist.ProcessGroup, *, ki
     :param flat: [n], n a multiple of the group's size W; unchanged but for ``output``.
     """
     if group.size() == 1:
-        output.copy_(flat)
+        if output.data_ptr() != flat.data_ptr():
+            output.copy_(flat)
         return
     traffic.add(kind, _remote_bytes(flat, group))
     if flat.is_cuda:
@@ -126,11 +126,6 @@ def broadcast_object(value: T, group: dist.ProcessGroup) -> T:
     values = [value]
     dist.broadcast_object_list(values, group_src=0, group=group)
     return values[0]
-
-
-def all_equal(values: Iterable[object]) -> bool:
-    first, *rest = values
-    return all(value == first for value in rest)
 
 
 def _remote_bytes(tensor: Tensor, group: dist.ProcessGroup) -> int:

@@ -57,9 +57,9 @@ def _from_torchrun(environ: Mapping[str, str]) -> RankInfo:
         )
     if world_size > 1 and "MASTER_PORT" not in environ:
         notes.append(f"MASTER_PORT is missing: using {DEFAULT_PORT}")
-    if ("LOCAL_RANK" in environ) != ("LOCAL_WORLD_SIZE" in environ):
-        notes.append("LOCAL_RANK or LOCAL_WORLD_SIZE is missing: both found by host names")
     local = "LOCAL_RANK" in environ and "LOCAL_WORLD_SIZE" in environ
+    if not local:
+        notes.append("LOCAL_RANK or LOCAL_WORLD_SIZE is missing: both found by host names")
     return RankInfo(
         rank=rank,
         world_size=world_size,
@@ -72,12 +72,11 @@ def _from_torchrun(environ: Mapping[str, str]) -> RankInfo:
 
 
 def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
-    world_size = _required(environ, "SLURM_STEP_NUM_TASKS")
     notes: list[str] = []
-    address = environ.get("MASTER_ADDR") or environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
-    if world_size > 1 and "MASTER_ADDR" not in environ:
-        nodes = environ.get("SLURM_STEP_NUM_NODES", "1")
-        if nodes != "1":
+    address = environ.get("MASTER_ADDR", "")
+    if not address:
+        nodes = _required(environ, "SLURM_STEP_NUM_NODES")
+        if nodes != 1:
             raise LaunchError(
                 f"SLURM_STEP_NUM_NODES = {nodes}, but MASTER_ADDR is missing: in the batch script, "
                 'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
@@ -88,7 +87,7 @@ def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
     job = _required(environ, "SLURM_JOB_ID") * 16 + _integer(environ, "SLURM_STEP_ID", "0")
     return RankInfo(
         rank=_required(environ, "SLURM_PROCID"),
-        world_size=world_size,
+        world_size=_required(environ, "SLURM_STEP_NUM_TASKS"),
         local_rank=None,
         local_world_size=None,
         master_addr=address,

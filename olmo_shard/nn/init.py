@@ -1,9 +1,9 @@
 """Initial weights that do not depend on the layout.
 
 Every parameter has a generator of its own, seeded by (run seed, parameter name), and routed experts
-one by (run seed, parameter name, global expert id). So a rank draws only what it keeps, and a model
-comes out the same for every world size, EP degree and mode. Drawn on the CPU, so it is also the
-same on every device.
+one by (run seed, parameter name, global expert id). So a rank draws no experts but its own, and a
+model comes out the same for every world size, EP degree and mode. Drawn on the CPU, so it is also
+the same on every device.
 """
 
 import hashlib

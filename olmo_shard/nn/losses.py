@@ -66,7 +66,8 @@ class _HeadLosses(torch.autograd.Function):
             dlogits_CV.scatter_add_(1, target_C1, -labelled_C[:, None].float())
             dlogits_CV = dlogits_CV.to(h_TD.dtype)
             torch.mm(dlogits_CV, w_VD, out=dh_TD[chunk])
-            dw_VD += dlogits_CV.T @ h_TD[chunk]
+            # Zero times an infinite hidden state would be NaN.
+            dw_VD += dlogits_CV.T @ h_TD[chunk].masked_fill(~labelled_C[:, None], 0)
         if dh_TD is not None and dw_VD is not None:
             ctx.save_for_backward(dh_TD, dw_VD)
             ctx.weight_dtype = w_VD.dtype

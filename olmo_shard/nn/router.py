@@ -101,20 +101,26 @@ class Router(nn.Module):
         labelled_T = labelled_BS.flatten()
         # where, not a product: a NaN of a token without a label must not reach the loss.
         z_loss = torch.where(labelled_T, logits_TE.logsumexp(dim=-1).square(), 0).sum()
-        routes_TE = torch.zeros_like(logits_TE).scatter_(1, topk_idx_TK, 1.0) * labelled_T[:, None]
-        counts_E = routes_TE.sum(dim=0)
+        counts_E = self._counts(topk_idx_TK, labelled_BS, groups=1)[0]
         if self.config.lb_loss_weight == 0:
             return RouterStats(torch.zeros_like(z_loss), z_loss, counts_E)
         probs_TE = self._score(logits_TE)
         probs_TE = probs_TE / probs_TE.sum(dim=-1, keepdim=True).clamp(min=1e-20)
         probs_TE = torch.where(labelled_T[:, None], probs_TE, 0)
-        lb_loss = self._load_balancing_loss(probs_TE, routes_TE, labelled_BS)
+        lb_loss = self._load_balancing_loss(probs_TE, topk_idx_TK, labelled_BS)
         return RouterStats(lb_loss, z_loss, counts_E)
 
+    def _counts(self, topk_idx_TK: Tensor, labelled_BS: Tensor, groups: int) -> Tensor:
+        """Routes of tokens with a label to each expert, FP32 [groups, E]: counted, not one-hot."""
+        labelled_TK = labelled_BS.reshape(-1, 1).expand_as(topk_idx_TK)
+        counts_GE = torch.zeros(groups, self.num_experts, device=topk_idx_TK.device)
+        routes_GR = topk_idx_TK.reshape(groups, -1)
+        return counts_GE.scatter_add_(1, routes_GR, labelled_TK.reshape(groups, -1).float())
+
     def _load_balancing_loss(
-        self, probs_TE: Tensor, routes_TE: Tensor, labelled_BS: Tensor
+        self, probs_TE: Tensor, topk_idx_TK: Tensor, labelled_BS: Tensor
     ) -> Tensor:
-        """See [Note: balance]. Both arguments [T, E] are zero where a token has no label."""
+        """See [Note: balance]. Probabilities are zero where a token has no label."""
         scope = self.config.lb_loss_scope
         if scope == "global":
             total = self.lagged_counts.sum()
@@ -123,8 +129,8 @@ class Router(nn.Module):
             return self.num_experts * (probs_TE.sum(dim=0) * f_E).sum()
         groups = len(labelled_BS) if scope == "sequence" else 1
         probs_GE = rearrange(probs_TE, "(g t) e -> g t e", g=groups).sum(dim=1)
-        routes_GE = rearrange(routes_TE, "(g t) e -> g t e", g=groups).sum(dim=1)
-        f_GE = routes_GE / routes_GE.sum(dim=-1, keepdim=True).clamp(min=1)
+        counts_GE = self._counts(topk_idx_TK, labelled_BS, groups)
+        f_GE = counts_GE / counts_GE.sum(dim=-1, keepdim=True).clamp(min=1)
         return self.num_experts * (probs_GE * f_GE).sum()
 
 

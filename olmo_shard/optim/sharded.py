@@ -1,11 +1,12 @@
 """The distributed optimizer: FP32 main weights and moments, each element on one rank of the world.
 
 [Note: phases]
-    reduce   sum the window's gradients over the ranks; each rank gets the slices that it owns norm
-    one all-reduce of one FP64 vector: the squares of the owned gradients, and whatever else the
-             step needs from all ranks (losses, expert counts)
-    step     clip, decide whether to skip, update the own main weights
-    gather   bring the new weights of all ranks into every model
+
+- *reduce*: sum the window's gradients over the ranks; each rank gets the slices that it owns.
+- *norm*: one all-reduce of one FP64 vector: the squares of the owned gradients, and whatever else
+  the step needs from all ranks (losses, expert counts).
+- *step*: clip, decide whether to skip, update the own main weights.
+- *gather*: bring the new weights of all ranks into every model.
 
 Both modes go through the same phases; in ``fsdp`` reduce and gather happen inside backward and
 forward. Gradients are sums over the window's tokens divided by their global number, so no factor of
@@ -22,7 +23,7 @@ from olmo_shard.config import OptimConfig
 from olmo_shard.distributed import collectives
 from olmo_shard.distributed.mesh import Mesh
 from olmo_shard.optim.adamw import StepScalars, adamw_, sgd_
-from olmo_shard.parallel.shards import DataParallel, ParameterShard
+from olmo_shard.parallel.shards import ParallelModel, ParameterShard
 
 
 class StepResult(NamedTuple):
@@ -44,7 +45,7 @@ class DistributedOptimizer:
     :param data_parallel: what ``parallelize`` returned.
     """
 
-    def __init__(self, data_parallel: DataParallel, mesh: Mesh, config: OptimConfig) -> None:
+    def __init__(self, data_parallel: ParallelModel, mesh: Mesh, config: OptimConfig) -> None:
         self.data_parallel, self.mesh, self.config = data_parallel, mesh, config
         self.shards = data_parallel.shards
         self.adam = config.name == "adamw"

@@ -5,45 +5,60 @@ from torch import Tensor, nn
 
 from olmo_shard.config import ParallelConfig
 from olmo_shard.distributed.mesh import Mesh
+from olmo_shard.errors import ConfigurationError
 from olmo_shard.nn.feed_forward import FeedForward
 from olmo_shard.nn.init import initial_tensor
 from olmo_shard.nn.recompute import checkpointed
 from olmo_shard.nn.transformer import Block, Transformer
-from olmo_shard.parallel.ddp import DistributedDataParallel
+from olmo_shard.parallel.ddp import DDPModel
 from olmo_shard.parallel.expert import spread_experts
-from olmo_shard.parallel.fsdp import FullyShardedDataParallel
-from olmo_shard.parallel.shards import DataParallel, LogicalParameter
+from olmo_shard.parallel.fsdp import FSDPModel
+from olmo_shard.parallel.shards import LogicalParameter, ParallelModel
 
 
 def parallelize(
     model: Transformer, mesh: Mesh, config: ParallelConfig, seed: int = 0
-) -> DataParallel:
-    """Spread a model over the ranks of a mesh; collective over all ranks.
+) -> ParallelModel:
+    """Spread a model over the ranks of a mesh, and draw its weights; collective over all ranks.
 
-    :param model: built on the meta device, then its weights are drawn from ``seed``, each rank
-        drawing only what it keeps; or with real weights, equal on all ranks, which are kept.
+    :param model: built on the meta device. A rank draws no routed experts but its own.
     :param mesh: made with the same ``expert_parallel`` as the config's.
     :param seed: of the initial weights.
+    :raises ConfigurationError: where model, mesh and config do not fit.
     """
-    assert mesh.expert_parallel == config.expert_parallel
+    _check(model, mesh, config)
 
-    def initial(logical: LogicalParameter, tensor: Tensor) -> Tensor:
-        if not tensor.is_meta and logical.name in real:
-            return tensor.detach().float().cpu()
-        return initial_tensor(
-            model.config, logical.name, _local_shape(logical), seed, logical.experts
-        )
+    def initial(logical: LogicalParameter) -> Tensor:
+        shape = _local_shape(logical)
+        return initial_tensor(model.config, logical.name, shape, seed, logical.experts)
 
-    real = {name for name, parameter in model.named_parameters() if not parameter.is_meta}
     parameters = spread_experts(model, mesh, config)
     _wrap_forwards(model, config)
-    wrap = DistributedDataParallel if config.mode == "ddp" else FullyShardedDataParallel
-    if real:
-        model.to(mesh.device)
+    wrap = DDPModel if config.mode == "ddp" else FSDPModel
     data_parallel = wrap(model, mesh, config, parameters, initial)
-    if not real:
-        _fresh_buffers(model, mesh.device)
+    for router in model.routers():
+        router.to_empty(device=mesh.device, recurse=False)
+        router.reset_buffers()
     return data_parallel
+
+
+def _check(model: Transformer, mesh: Mesh, config: ParallelConfig) -> None:
+    if not all(parameter.is_meta for parameter in model.parameters()):
+        raise ConfigurationError(
+            "parallelize draws the weights itself: build the model under torch.device('meta'), and "
+            "load weights afterwards (Checkpointer.load_weights)"
+        )
+    if mesh.expert_parallel != config.expert_parallel:
+        raise ConfigurationError(
+            f"the mesh has expert_parallel = {mesh.expert_parallel}, the config "
+            f"{config.expert_parallel}"
+        )
+    moe = model.config.moe
+    if moe is not None and moe.num_experts % config.expert_parallel:
+        raise ConfigurationError(
+            f"expert_parallel = {config.expert_parallel} does not divide num_experts = "
+            f"{moe.num_experts}"
+        )
 
 
 def _local_shape(logical: LogicalParameter) -> torch.Size:
@@ -73,9 +88,3 @@ def _compile_static_parts(block: Block) -> None:
     for module in block.modules():
         if isinstance(module, FeedForward):
             module.forward = torch.compile(module.forward, fullgraph=True, dynamic=False)
-
-
-def _fresh_buffers(model: Transformer, device: torch.device) -> None:
-    for router in model.routers():
-        router.to_empty(device=device, recurse=False) if router.expert_bias.is_meta else None
-        router.reset_buffers()

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from olmo_shard.config import ParallelConfig
 from olmo_shard.distributed import collectives
 from olmo_shard.distributed.mesh import Mesh
+from olmo_shard.errors import TrainingError
 from olmo_shard.parallel.buckets import Bucket, Piece, make_buckets, pieces
 from olmo_shard.parallel.shards import (
-    DataParallel,
     InitialValue,
     LogicalParameter,
+    ParallelModel,
     ParameterShard,
 )
 
@@ -25,7 +26,7 @@ HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 """Whether a bf16 parameter may have an FP32 gradient in this torch."""
 
 
-class DistributedDataParallel(DataParallel):
+class DDPModel(ParallelModel):
     """See the module's docstring.
 
     :param model: cut to this rank's experts already; its parameters move into the flat buffers.
@@ -95,8 +96,10 @@ class FlatSpace:
         self.mains = [self._main(bucket) for bucket in self.buckets]
         """FP32 main weights of each bucket's own slice; in FP32 compute views of ``weights``."""
         self._attached: list[tuple[nn.Parameter, Tensor]] = []
-        for bucket in self.buckets:
-            self._move_in(model, bucket, initial)
+        for bucket, main in zip(self.buckets, self.mains, strict=True):
+            values = self._move_in(model, bucket, initial)
+            self.weights[bucket.start : bucket.end] = values
+            main.copy_(self._own(values, bucket, origin=bucket.start))
         self.shards = [
             self._shard(piece, bucket, main)
             for bucket, main in zip(self.buckets, self.mains, strict=True)
@@ -110,13 +113,20 @@ class FlatSpace:
             parameter.grad = gradient
 
     def reduce(self) -> None:
-        """Sum each bucket over the group; the own slice of ``grads`` holds the result."""
+        """Sum each bucket over the group; the own slice of ``grads`` holds the result.
+
+        :raises TrainingError: where gradients went elsewhere, and sums would lack them.
+        """
+        if any(parameter.grad is not gradient for parameter, gradient in self._attached):
+            raise TrainingError(
+                "gradients were replaced inside a window: call begin_window before its first "
+                "forward, and zero no gradients until the optimizer's step"
+            )
         for bucket in self.buckets:
             flat = self.grads[bucket.start : bucket.end]
-            if self.group.size() > 1:
-                collectives.reduce_scatter(
-                    self._own(self.grads, bucket), flat, self.group, kind="reduce"
-                )
+            collectives.reduce_scatter(
+                self._own(self.grads, bucket), flat, self.group, kind="reduce"
+            )
 
     def gather(self) -> None:
         """Write the own main weights in compute precision and fetch the slices of the others."""
@@ -127,31 +137,28 @@ class FlatSpace:
             flat = self.weights[bucket.start : bucket.end]
             collectives.all_gather(flat, own, self.group, kind="gather")
 
-    def _own(self, flat: Tensor, bucket: Bucket) -> Tensor:
+    def _own(self, flat: Tensor, bucket: Bucket, origin: int = 0) -> Tensor:
+        """This rank's slice of a bucket, in a buffer that begins at ``origin`` in flat space."""
         start, end = bucket.slice_of(self.group.rank(), self.group.size())
-        return flat[start:end]
+        return flat[start - origin : end - origin]
 
     def _main(self, bucket: Bucket) -> Tensor:
         own = self._own(self.weights, bucket)
         return own if own.dtype == torch.float32 else torch.zeros_like(own, dtype=torch.float32)
 
-    def _move_in(self, model: nn.Module, bucket: Bucket, initial: InitialValue) -> None:
-        """Give a bucket's parameters their values and make them views of the flat buffers."""
+    def _move_in(self, model: nn.Module, bucket: Bucket, initial: InitialValue) -> Tensor:
+        """Make a bucket's parameters views of the flat buffers; returns their values, FP32."""
         values = torch.zeros(bucket.end - bucket.start, dtype=torch.float32)
         for span in bucket.spans:
             old = model.get_parameter(span.name)
-            value = initial(self._logical[span.name], old)
+            value = initial(self._logical[span.name])
             values[span.start - bucket.start : span.end - bucket.start] = value.flatten()
             view = slice(span.start, span.end)
             parameter = nn.Parameter(self.weights[view].view(old.shape))
             self._attach(parameter, self.grads[view].view(old.shape))
             owner, _, name = span.name.rpartition(".")
             setattr(model.get_submodule(owner), name, parameter)
-        self.weights[bucket.start : bucket.end] = values
-        start, end = bucket.slice_of(self.group.rank(), self.group.size())
-        self.mains[self.buckets.index(bucket)].copy_(
-            values[start - bucket.start : end - bucket.start]
-        )
+        return values
 
     def _attach(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Make backward add to an FP32 view."""

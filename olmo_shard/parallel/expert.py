@@ -27,6 +27,7 @@ def spread_experts(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> list
     experts_of: dict[str, range] = {}
     for prefix, module in model.named_modules():
         if isinstance(module, MoE):
+            # One for all layers: it asserts that at most one exchange is outstanding in the model.
             dispatcher = dispatcher or _dispatcher(module.router.num_experts, mesh, config)
             module.dispatcher = dispatcher
         elif isinstance(module, RoutedExperts):

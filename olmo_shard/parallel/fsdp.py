@@ -10,18 +10,19 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from olmo_shard.config import ParallelConfig
+from olmo_shard.config.root import fills_all
 from olmo_shard.distributed.mesh import Mesh
 from olmo_shard.nn.experts import RoutedExperts
 from olmo_shard.nn.transformer import Block
 from olmo_shard.parallel.shards import (
-    DataParallel,
     InitialValue,
     LogicalParameter,
+    ParallelModel,
     ParameterShard,
 )
 
 
-class FullyShardedDataParallel(DataParallel):
+class FSDPModel(ParallelModel):
     """FSDP2 behind the interface of the distributed optimizer.
 
     :param model: cut to this rank's experts already.
@@ -39,14 +40,12 @@ class FullyShardedDataParallel(DataParallel):
     ) -> None:
         self.model = model
         self.keeps_window = config.fsdp.reshard == "window"
-        on_meta = any(parameter.is_meta for parameter in model.parameters())
         _fully_shard(model, mesh, config)
         self.modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in self.modules:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        if on_meta:
-            model.to_empty(device=mesh.device)
+        model.to_empty(device=mesh.device)
         self.shards = []
         self._parameters: list[nn.Parameter] = []
         for logical in parameters:
@@ -54,8 +53,8 @@ class FullyShardedDataParallel(DataParallel):
             assert isinstance(parameter, DTensor)
             self._parameters.append(parameter)
             shard = _shard(logical, parameter)
-            if on_meta and shard.main.numel():
-                _fill(shard, logical, initial(logical, parameter).flatten())
+            if shard.main.numel():
+                _fill(shard, logical, initial(logical).flatten())
             self.shards.append(shard)
 
     def begin_window(self) -> None:
@@ -86,15 +85,15 @@ def _fully_shard(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> None:
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype,
         reduce_dtype=torch.float32,
-        # Router weights and RoPE tables stay FP32 where they cross a module's border.
+        # The weights of routes and RoPE tables stay FP32 where they cross a module's border.
         cast_forward_inputs=False,
     )
     reshard = config.fsdp.reshard == "forward"
     dense, expert = mesh.device_mesh(mesh.bulk), mesh.device_mesh(mesh.ep_dp)
     for module in model.modules():
         if isinstance(module, RoutedExperts):
-            # With fewer experts than ranks, cut dimension 1, so that each rank has a shard.
-            cut = Shard(0 if module.w_down.shape[0] >= mesh.ep_dp.size() else 1)
+            # Where a cut of the experts would leave a rank without one, cut dimension 1.
+            cut = Shard(0 if fills_all(module.w_down.shape[0], mesh.ep_dp.size()) else 1)
             fully_shard(
                 module,
                 mesh=expert,

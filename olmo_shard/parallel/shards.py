@@ -29,8 +29,8 @@ class LogicalParameter:
         return 0 if self.experts is None else self.experts.start * self.shape[1:].numel()
 
 
-InitialValue = Callable[[LogicalParameter, Tensor], Tensor]
-"""The FP32 value of a rank's tensor, given its description and the tensor, maybe on meta."""
+InitialValue = Callable[[LogicalParameter], Tensor]
+"""The FP32 value of a rank's tensor, on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class ParameterShard:
     """FP32 [n]: valid after ``reduce``."""
 
 
-class DataParallel(ABC):
+class ParallelModel(ABC):
     """A model whose gradients are summed over the ranks and whose main weights are sharded.
 
     One step: ``begin_window``; for each micro-batch ``begin_microbatch``, forward, backward; then

@@ -1,8 +1,9 @@
 """What ``olmo-shard check`` does: validate a run without training, and resolve its config."""
 
 from olmo_shard.config import Config, dump_yaml
+from olmo_shard.errors import NothingLeftError
 from olmo_shard.nn.flops import parameter_counts
-from olmo_shard.train.preflight import preflight, scan
+from olmo_shard.train.preflight import check_start, preflight, scan
 
 
 def check(config: Config, nproc: int | None) -> str:
@@ -15,8 +16,14 @@ def check(config: Config, nproc: int | None) -> str:
     world_size = nproc or config.parallel.expert_parallel
     scan(preflight(config, world_size), config.model.vocab_size)
     counts = parameter_counts(config.model)
+    try:
+        check_start(config)
+        start = "ready to train"
+    except NothingLeftError as error:  # no fault of the config
+        start = str(error)
     return (
         f"{dump_yaml(config)}\n"
         f"# {counts.total:,} parameters, {counts.active:,} active per token\n"
-        f"# valid for {world_size} rank(s), {config.num_microbatches(world_size)} micro-batch(es)"
+        f"# valid for {world_size} rank(s), {config.num_microbatches(world_size)} micro-batch(es)\n"
+        f"# {start}"
     )

@@ -5,18 +5,18 @@ import torch
 from olmo_shard.data.validation import ValidationSet
 from olmo_shard.distributed import collectives
 from olmo_shard.distributed.mesh import Mesh
-from olmo_shard.parallel.shards import DataParallel
+from olmo_shard.parallel.shards import ParallelModel
 
 
 @torch.no_grad()
 def evaluate(
-    data_parallel: DataParallel, sets: list[ValidationSet], mesh: Mesh
+    data_parallel: ParallelModel, sets: list[ValidationSet], mesh: Mesh
 ) -> dict[str, float]:
     """Cross-entropy by set name. Neither router biases nor counts move."""
     return {each.name: _loss(data_parallel, each, mesh) for each in sets}
 
 
-def _loss(data_parallel: DataParallel, validation: ValidationSet, mesh: Mesh) -> float:
+def _loss(data_parallel: ParallelModel, validation: ValidationSet, mesh: Mesh) -> float:
     total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     for batch in validation.batches(mesh.rank, mesh.world_size):
         batch = batch.to(mesh.device)

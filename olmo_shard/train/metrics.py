@@ -4,17 +4,14 @@ import resource
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from olmo_shard.config import Config
 from olmo_shard.nn.flops import flops_per_token, peak_flops
+from olmo_shard.train.records import Record
 from olmo_shard.train.state import TrainState
 from olmo_shard.train.step import StepOutput
-
-Record = dict[str, Any]
-"""JSON values by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,19 +41,16 @@ class StepMeter:
         self._last = time.perf_counter()
 
     def record(self, pending: PendingStep, state: TrainState) -> Record:
-        """Read a step's tensors (waits for the device) and update the trainer's counters."""
+        """A step's record, from tensors that are ready and a state that counts it already."""
         output = pending.output
-        tokens, applied = int(output.tokens), bool(output.applied)
-        state.tokens += tokens
-        state.skipped_in_a_row = 0 if applied else state.skipped_in_a_row + 1
-        state.skipped_steps += not applied
+        tokens = int(output.tokens)
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         rate = tokens / seconds
         divisor = max(1, tokens)
         return {
             "step": pending.step,
-            "loss": float(output.cross_entropy) / divisor,
+            "loss": float(output.sums.cross_entropy) / divisor,
             "grad_norm": float(output.grad_norm),
             "lr": pending.lr,
             "tokens": tokens,
@@ -75,23 +69,23 @@ class StepMeter:
         model = self.config.model
         found: Record = {}
         if model.z_loss_weight:
-            found["logit_z_loss"] = float(output.logit_z_loss) / divisor
+            found["logit_z_loss"] = float(output.sums.logit_z_loss) / divisor
         if model.moe is None:
             return found
         router = model.moe.router
-        lb_loss = (output.lb_loss_L / divisor).tolist()
-        z_loss = (output.router_z_loss_L / divisor).tolist()
-        return found | {
-            "lb_loss": lb_loss,
-            "lb_loss_weighted": router.lb_loss_weight * sum(lb_loss),
-            "router_z_loss": z_loss,
-            "router_z_loss_weighted": router.z_loss_weight * sum(z_loss),
-        }
+        z_loss = (output.sums.router_z_loss_L / divisor).tolist()
+        found["router_z_loss"] = z_loss
+        found["router_z_loss_weighted"] = router.z_loss_weight * sum(z_loss)
+        if router.lb_loss_weight:  # it is not computed otherwise
+            lb_loss = (output.sums.lb_loss_L / divisor).tolist()
+            found["lb_loss"] = lb_loss
+            found["lb_loss_weighted"] = router.lb_loss_weight * sum(lb_loss)
+        return found
 
 
 def _loads(output: StepOutput) -> Record:
     """Per MoE layer: fullest expert against the mean, experts without a token, bias spread."""
-    counts_LE = output.counts_LE
+    counts_LE = output.sums.counts_LE
     if not counts_LE.numel():
         return {}
     mean_L = counts_LE.mean(dim=1).clamp(min=1e-9)

@@ -11,29 +11,38 @@ from olmo_shard.data.source import open_sources
 from olmo_shard.data.token_file import TokenFile
 from olmo_shard.errors import DataError
 from olmo_shard.train.checkpoint_folder import read_state
-from olmo_shard.train.run_folder import check_writable, choose_checkpoint
+from olmo_shard.train.run_folder import check_something_left, check_writable, choose_checkpoint
 
 SCAN_LIMIT_BYTES = 4 * 2**30
 """``train`` scans this much data before it starts; of more, ids are checked as they are read."""
 
 
 def preflight(config: Config, world_size: int) -> list[TokenFile]:
-    """Layout, batch, run folder, data files and checkpoint; reads no ids, writes nothing.
+    """Layout, batch, run folder and data files; reads no ids, writes nothing.
 
     :returns: all token files of the run.
     :raises OlmoShardError: for the first part that is wrong.
     """
     config.check_world(world_size)
     check_writable(config)
-    training = {f"data.sources.{i}": source for i, source in enumerate(config.data.sources)}
-    validation = {f"data.validation.{name}": s for name, s in config.data.validation.items()}
-    everything = open_sources(training | validation, config.data, config.model.vocab_size)
-    sources = everything[: len(training)]
+    named = config.data.named_sources() | config.data.named_validation()
+    sources = open_sources(named, config.data, config.model.vocab_size)
+    return [file for source in sources for file in source.files]
+
+
+def check_start(config: Config) -> None:
+    """Whether the run can begin, or go on, from where it is told to.
+
+    :raises OlmoShardError: where a checkpoint is missing or does not fit, or nothing is left to
+        train.
+    """
+    sources = open_sources(config.data.named_sources(), config.data, config.model.vocab_size)
     steps = total_steps(config, sum(source.num_sequences for source in sources))
-    resume = choose_checkpoint(config, steps)
-    if resume is None and config.checkpoint.init_from:
+    path = choose_checkpoint(config)
+    if path is not None:
+        check_something_left(path, steps)
+    elif config.checkpoint.init_from:
         read_state(Path(config.checkpoint.init_from))
-    return [file for source in everything for file in source.files]
 
 
 def scan(files: list[TokenFile], vocab_size: int) -> None:

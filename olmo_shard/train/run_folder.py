@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from olmo_shard.config import Config, dump_yaml
-from olmo_shard.errors import CheckpointError, ConfigurationError
-from olmo_shard.train.callbacks.jsonl import EVAL_FILE, FILE, read_records
+from olmo_shard.config import Config
+from olmo_shard.errors import CheckpointError, ConfigurationError, NothingLeftError
+from olmo_shard.train.checkpoint_fit import check_same_model
 from olmo_shard.train.checkpoint_folder import complete_checkpoints, read_state
+from olmo_shard.train.records import EVAL_FILE, FILE, read_records
 
 _LOCK = ".lock"
 
@@ -21,12 +22,12 @@ def check_writable(config: Config) -> None:
         raise ConfigurationError(f"run.dir = {config.run.dir} cannot be written: {problem}")
 
 
-def choose_checkpoint(config: Config, total_steps: int) -> Path | None:
+def choose_checkpoint(config: Config) -> Path | None:
     """The checkpoint to resume from, by ``checkpoint.resume``.
 
-    :raises CheckpointError: where a named one is missing, where ``never`` meets a run that has
-        some, or where the run has later ones, which would be taken for its continuation.
-    :raises ConfigurationError: where nothing is left to train.
+    :raises CheckpointError: where a named one is missing or of another model, where ``never`` meets
+        a run that has some, or where the run has later ones, which would be taken for its
+        continuation.
     """
     run_dir, resume = Path(config.run.dir), config.checkpoint.resume
     complete = complete_checkpoints(run_dir)
@@ -40,23 +41,29 @@ def choose_checkpoint(config: Config, total_steps: int) -> Path | None:
     if resume == "auto" and not complete:
         return None
     path = complete[-1] if resume == "auto" else Path(resume)
-    step = read_state(path).train.step
-    if complete and read_state(complete[-1]).train.step > step:
+    state = read_state(path)
+    check_same_model(path, state.model, config.model)
+    if complete and read_state(complete[-1]).train.step > state.train.step:
         raise CheckpointError(
-            f"checkpoint.resume = {path} is at step {step}, but run.dir = {run_dir} holds the "
-            f"later {complete[-1].name}: choose another run.dir, or remove the later checkpoints"
-        )
-    if step >= total_steps:
-        raise ConfigurationError(
-            f"nothing to train: {path} is at step {step} of {total_steps}; raise train.steps "
-            "(or tokens, epochs), choose another run.dir, or name another checkpoint.resume"
+            f"checkpoint.resume = {path} is at step {state.train.step}, but run.dir = {run_dir} "
+            f"holds the later {complete[-1].name}: choose another run.dir, or remove the later ones"
         )
     return path
 
 
+def check_something_left(path: Path, total_steps: int) -> None:
+    """:raises NothingLeftError: where a checkpoint is at the run's end already."""
+    step = read_state(path).train.step
+    if step >= total_steps:
+        raise NothingLeftError(
+            f"nothing to train: {path} is at step {step} of {total_steps}; raise train.steps "
+            "(or tokens, epochs), choose another run.dir, or name another checkpoint.resume"
+        )
+
+
 @contextmanager
 def open_run(config: Config) -> Iterator[None]:
-    """Make the folder, hold its lock, write the resolved config.
+    """Make the folder and hold its lock.
 
     :raises ConfigurationError: where it cannot be written, or another job is using it.
     """
@@ -68,7 +75,6 @@ def open_run(config: Config) -> Iterator[None]:
             run_dir.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context((run_dir / _LOCK).open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            (run_dir / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
         except BlockingIOError as error:
             raise ConfigurationError(
                 f"run.dir = {run_dir} is in use by another job: choose another run.dir, or end "

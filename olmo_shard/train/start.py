@@ -10,7 +10,7 @@ from olmo_shard.distributed.agree import on_every_rank, on_first_rank
 from olmo_shard.distributed.mesh import Mesh
 from olmo_shard.errors import ConfigurationError
 from olmo_shard.train.checkpoint_fit import flat
-from olmo_shard.train.preflight import preflight, scan_before_training
+from olmo_shard.train.preflight import check_start, preflight, scan_before_training
 from olmo_shard.train.run_folder import choose_checkpoint, open_run
 from olmo_shard.train.trainer import Trainer
 
@@ -18,7 +18,7 @@ from olmo_shard.train.trainer import Trainer
 def check_same_config(config: Config, mesh: Mesh) -> None:
     """:raises ConfigurationError: naming the first field that differs between ranks; collective."""
     digests = collectives.gather_objects(config.digest(), mesh.control)
-    if collectives.all_equal(digests):
+    if len(set(digests)) == 1:
         return
     first, *others = collectives.gather_objects(flat(config.model_dump()), mesh.control)
     assert isinstance(first, dict)
@@ -38,6 +38,7 @@ def check_inputs(config: Config, mesh: Mesh, *, scanned: bool) -> None:
     :raises OlmoShardError: on every rank, where one of them finds something wrong.
     """
     files = on_every_rank(mesh.control, lambda: preflight(config, mesh.world_size))
+    on_first_rank(mesh.control, lambda: check_start(config))
     if not scanned:
         vocab_size = config.model.vocab_size
         on_first_rank(mesh.control, lambda: scan_before_training(files, vocab_size))
@@ -53,7 +54,7 @@ def opened_run(config: Config, mesh: Mesh) -> Iterator[None]:
 
 def start_from(config: Config, trainer: Trainer, mesh: Mesh) -> str:
     """Resume, or begin a new run; returns a line for the log. Collective: rank 0 decides."""
-    chosen = on_first_rank(mesh.control, lambda: choose_checkpoint(config, trainer.total_steps))
+    chosen = on_first_rank(mesh.control, lambda: choose_checkpoint(config))
     if chosen is not None:
         trainer.load(chosen)
         ignored = config.checkpoint.init_from and "; checkpoint.init_from was for the first start"

@@ -21,6 +21,12 @@ class TrainState(BaseModel):
     tracker_segments: list[str] = Field(default_factory=list)
     """Folders of offline W&B segments, oldest first."""
 
+    def count(self, tokens: int, *, applied: bool) -> None:
+        """Count a step's tokens, and whether it was skipped."""
+        self.tokens += tokens
+        self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
+        self.skipped_steps += not applied
+
 
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Seed torch's generators for one step.

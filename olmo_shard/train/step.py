@@ -1,7 +1,7 @@
 """One optimizer step: an accumulation window of micro-batches, then the optimizer's phases.
 
-Nothing here reads a value back to the host; the sizes of expert exchanges are read where they are
-made (``dispatch``), all else of a step on a GPU is queued without waiting.
+Nothing here reads a value back to the host. What a MoE layer must know of its sizes is read where
+it is needed (the plan, the counts of an exchange, the experts' layout); all else is queued.
 """
 
 import math
@@ -19,26 +19,57 @@ from olmo_shard.nn.transformer import ModelOutput, Transformer
 from olmo_shard.optim.sharded import DistributedOptimizer
 
 
+class StepSums(NamedTuple):
+    """FP64 sums over tokens with a label, of a micro-batch, a window or a global batch."""
+
+    cross_entropy: Tensor
+    logit_z_loss: Tensor
+    lb_loss_L: Tensor
+    """Per MoE layer, unweighted."""
+    router_z_loss_L: Tensor
+    """Per MoE layer, unweighted."""
+    counts_LE: Tensor
+    """Routes to each expert of each MoE layer."""
+
+    @staticmethod
+    def of(output: ModelOutput) -> "StepSums":
+        sums = StepSums(
+            cross_entropy=output.cross_entropy,
+            logit_z_loss=output.logit_z_loss,
+            lb_loss_L=output.lb_loss_L,
+            router_z_loss_L=output.router_z_loss_L,
+            counts_LE=output.counts_LE,
+        )
+        return StepSums(*(each.double() for each in sums))
+
+    def packed(self) -> Tensor:
+        """One vector, the form in which micro-batches and ranks are added."""
+        return torch.cat([each.flatten() for each in self])
+
+    def unpacked(self, vector: Tensor) -> "StepSums":
+        """Another vector in the shapes of this one."""
+        parts = vector.split([each.numel() for each in self])
+        shaped = (part.view(each.shape) for part, each in zip(parts, self, strict=True))
+        return StepSums(*shaped)
+
+
 class StepOutput(NamedTuple):
-    """Device tensors of one step, equal on every rank."""
+    """Device tensors of one step."""
 
     tokens: Tensor
     """int64: tokens with a label in the global batch, the divisor of all losses."""
     grad_norm: Tensor
+    """FP64, before clipping."""
     applied: Tensor
-    cross_entropy: Tensor
-    """FP64 sum over the global batch; so are the next three."""
-    logit_z_loss: Tensor
-    lb_loss_L: Tensor
-    router_z_loss_L: Tensor
-    counts_LE: Tensor
-    """FP64: routes of the global batch to each expert of each MoE layer."""
+    """Boolean: false if the step was skipped."""
+    sums: StepSums
+    """Of the global batch, equal on every rank."""
     bias_range_L: Tensor
     """Largest less smallest expert bias of each MoE layer, after the step."""
+    local_sums: StepSums
+    """Of this rank alone."""
     squares: Tensor
-    """FP64 [shards]: this rank's part of the squared norm, by shard; not equal on every rank."""
-    local_sums: Tensor
-    """FP64: this rank's own losses and counts, before they were summed; not equal on every rank."""
+    """FP64 [shards]: this rank's part of the squared norm, by shard."""
 
 
 class TrainStep:
@@ -64,39 +95,36 @@ class TrainStep:
         divisor = tokens.clamp(min=1)
 
         data_parallel.begin_window()
-        sums: Tensor | None = None
+        window_sums: list[StepSums] = []
         for index, micro_batch in enumerate(window):
             data_parallel.begin_microbatch(last=index == len(window) - 1)
             output: ModelOutput = self.model(*micro_batch)
             (output.loss / divisor).backward()
-            sums = _pack(output) if sums is None else sums + _pack(output)
-        assert sums is not None
-        result = self.optimizer.step(lr, sums)
-        cross_entropy, logit_z_loss, lb_loss_L, z_loss_L, counts_LE = self._unpack(result.sums)
-        update_after_step(self.routers, counts_LE, result.applied)
+            window_sums.append(StepSums.of(output))
+        like = window_sums[0]
+        local = torch.stack([sums.packed() for sums in window_sums]).sum(dim=0)
+        result = self.optimizer.step(lr, local)
+        global_sums = like.unpacked(result.sums)
+        update_after_step(self.routers, global_sums.counts_LE, result.applied)
         return StepOutput(
-            tokens,
-            result.grad_norm,
-            result.applied,
-            cross_entropy,
-            logit_z_loss,
-            lb_loss_L,
-            z_loss_L,
-            counts_LE,
-            self._bias_range(),
-            result.squares,
-            sums,
+            tokens=tokens,
+            grad_norm=result.grad_norm,
+            applied=result.applied,
+            sums=global_sums,
+            bias_range_L=self._bias_range(),
+            local_sums=like.unpacked(local),
+            squares=result.squares,
         )
 
     def non_finite_cause(self, output: StepOutput) -> str:
         """Where a skipped step first went wrong; collective. For a message, so it may wait."""
-        *_, z_loss_L, _ = self._unpack(output.local_sums)
+        z_loss_L = output.local_sums.router_z_loss_L
         in_forward = [
             f"the router of {name}"
             for name, z_loss in zip(self._moe_layers, z_loss_L.tolist(), strict=True)
             if not math.isfinite(z_loss)
         ]
-        if not math.isfinite(float(output.local_sums[0])):
+        if not math.isfinite(float(output.local_sums.cross_entropy)):
             in_forward.append("the cross-entropy")
         finite = output.squares.isfinite().tolist()
         shards = self.optimizer.shards
@@ -115,22 +143,3 @@ class TrainStep:
     def _bias_range(self) -> Tensor:
         ranges = [router.expert_bias.max() - router.expert_bias.min() for router in self.routers]
         return torch.stack(ranges) if ranges else torch.zeros(0)
-
-    def _unpack(self, sums: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        layers = len(self.routers)
-        cross_entropy, logit_z_loss, rest = sums[0], sums[1], sums[2:]
-        lb_loss_L, z_loss_L, counts = rest[:layers], rest[layers : 2 * layers], rest[2 * layers :]
-        return (
-            cross_entropy,
-            logit_z_loss,
-            lb_loss_L,
-            z_loss_L,
-            counts.view(layers, -1) if layers else counts,
-        )
-
-
-def _pack(output: ModelOutput) -> Tensor:
-    """The sums of a micro-batch as one FP64 vector, the form in which ranks add them."""
-    scalars = torch.stack([output.cross_entropy, output.logit_z_loss])
-    parts = (scalars, output.lb_loss_L, output.router_z_loss_L, output.counts_LE.flatten())
-    return torch.cat(parts).double()

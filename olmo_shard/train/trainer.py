@@ -14,7 +14,8 @@ from olmo_shard.optim.schedule import learning_rate
 from olmo_shard.train.callbacks.base import Callback, RunInfo
 from olmo_shard.train.checkpoint import Checkpointer
 from olmo_shard.train.evaluate import evaluate
-from olmo_shard.train.metrics import PendingStep, Record, StepMeter
+from olmo_shard.train.metrics import PendingStep, StepMeter
+from olmo_shard.train.records import Record
 from olmo_shard.train.state import TrainState, seed_step
 from olmo_shard.train.step import TrainStep
 
@@ -51,9 +52,9 @@ class Trainer:
 
     def fit(self, notes: list[str]) -> list[tuple[str, str]]:
         """Train to the end; returns the lines of the summary (on rank 0)."""
-        self._notify(lambda callback: callback.on_start(self._info(notes)))
-        self.meter.restart()
         try:
+            self._notify(lambda callback: callback.on_start(self._info(notes)))
+            self.meter.restart()
             while self.state.step < self.total_steps:
                 self._step()
                 if self._due(self.config.eval.every):
@@ -61,10 +62,10 @@ class Trainer:
                 if self._due(self.config.checkpoint.every):
                     self._save()
             self._report()
+            return [line for callback in self.callbacks for line in callback.on_end()]
         except BaseException:
             self._notify(lambda callback: callback.on_failure())
             raise
-        return [line for callback in self.callbacks for line in callback.on_end()]
 
     def load(self, path: Path) -> None:
         """Go on from a checkpoint; collective."""
@@ -89,6 +90,8 @@ class Trainer:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
+        output = pending.output
+        self.state.count(int(output.tokens), applied=bool(output.applied))
         record = self.meter.record(pending, self.state)
         self._notify(lambda callback: callback.on_step(record))
         if self.state.skipped_in_a_row:
@@ -126,7 +129,6 @@ class Trainer:
         return RunInfo(
             config=self.config,
             run_dir=self.run_dir,
-            world_size=self.mesh.world_size,
             total_steps=self.total_steps,
             state=self.state,
             notes=notes,

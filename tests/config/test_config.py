@@ -90,6 +90,11 @@ def test_a_wrong_value_is_named_with_its_rule(tmp_path, override, message):
         load_config(str(write_config(tmp_path)), [override])
 
 
+def test_a_set_whose_name_looks_like_a_type_keeps_its_name(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"data\.validation\.stream\.weight = 'x'"):
+        load_config(str(write_config(tmp_path)), ["data.validation.stream={path: a, weight: x}"])
+
+
 def test_expert_parallel_needs_experts(tmp_path):
     overrides = ["model.moe=null", "model.n_dense_layers=0", "parallel.expert_parallel=2"]
     with pytest.raises(ConfigurationError, match=r"expert_parallel = 2, but the model has no moe"):
@@ -178,3 +183,24 @@ def test_shipped_configs_build_with_the_stated_parameters(name):
         model = Transformer(config.model)
     assert sum(parameter.numel() for parameter in model.parameters()) == total
     assert parameter_counts(config.model) == (total, active)
+
+
+def test_every_config_field_has_a_sentence_or_a_plain_name():
+    from pydantic import BaseModel
+
+    from olmo_shard.config import Config
+
+    def models(model: type[BaseModel]) -> list[type[BaseModel]]:
+        nested = [
+            each
+            for field in model.model_fields.values()
+            for each in (field.annotation, *getattr(field.annotation, "__args__", ()))
+            if isinstance(each, type) and issubclass(each, BaseModel)
+        ]
+        return [model, *(found for each in nested for found in models(each))]
+
+    plain = {"beta1", "beta2", "eps", "norm_eps", "project", "entity"}
+    for model in models(Config):
+        for name, field in model.model_fields.items():
+            section = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+            assert field.description or section or name in plain, f"{model.__name__}.{name}"

@@ -104,6 +104,30 @@ def test_sources_are_mixed_by_weight(tmp_path):
         assert loader.state.drawn[0] == pytest.approx(0.75 * taken, abs=1)
 
 
+def test_changed_weights_count_from_the_resume_on(tmp_path):
+    base = config_at(tmp_path)
+    write_tokens(tmp_path / "other.bin", 900, seed=1)
+
+    def mixed(*weights: float) -> DataLoader:
+        names = ("tokens.bin", "other.bin")
+        sources = [
+            DataSource(path=str(tmp_path / name), dtype="uint16", weight=weight)
+            for name, weight in zip(names, weights, strict=True)
+        ]
+        data = base.data.model_copy(update={"sources": sources})
+        return DataLoader(base.model_copy(update={"data": data}))
+
+    first = mixed(1.0, 1.0)
+    for _ in range(10):
+        first.next_window()
+    resumed = mixed(1.0, 3.0)
+    resumed.load_state(first.state)
+    for _ in range(10):
+        resumed.next_window()
+    assert first.state.drawn == [80, 80]
+    assert resumed.state.drawn == [80 + 40, 80 + 120]
+
+
 def test_document_masking_ignores_labels_that_cross():
     batch = make_microbatch([np.array([5, 6, 0, 7, 8, 0, 9])], [0])
     assert batch.tokens_BS.tolist() == [[5, 6, 0, 7, 8, 0]]

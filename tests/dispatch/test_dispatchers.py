@@ -68,14 +68,13 @@ def equality_case(rank: Runtime, kind: str, tokens: list[int], top_k: int, how: 
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
     experts = [w.detach()[own.start : own.stop].clone().requires_grad_() for w in expert_weights()]
     out = layer(dispatcher, x, idx, weights, experts)
-    incoming = {"plain": dout, "stride-0": torch.ones(1, 1).expand_as(dout)}[how]
-    out.backward(incoming)
+    out.backward(shaped(dout, how))
 
     whole = expert_weights()
     for other, (x_ref, dout_ref, idx_ref, weights_ref) in enumerate(everyone):
         x_ref, weights_ref = x_ref.clone().requires_grad_(), weights_ref.clone().requires_grad_()
         out_ref = layer(LocalDispatcher(EXPERTS), x_ref, idx_ref, weights_ref, whole)
-        out_ref.backward(dout_ref if how == "plain" else torch.ones_like(dout_ref))
+        out_ref.backward(shaped(dout_ref, how).contiguous())
         if other == rank.rank:
             close(out, out_ref)
             close(x.grad, x_ref.grad)
@@ -83,6 +82,16 @@ def equality_case(rank: Runtime, kind: str, tokens: list[int], top_k: int, how: 
     for mine, reference in zip(experts, whole, strict=True):
         assert reference.grad is not None
         close(mine.grad, reference.grad[own.start : own.stop])
+
+
+def shaped(dout: Tensor, how: str) -> Tensor:
+    """A gradient of that memory layout."""
+    return {
+        "plain": dout,
+        "stride-0": torch.ones(1, 1).expand_as(dout),
+        "transposed": dout.T.contiguous().T,
+        "sliced": torch.cat([dout, dout], dim=1)[:, ::2],
+    }[how]
 
 
 def close(found: Tensor | None, expected: Tensor | None) -> None:
@@ -103,8 +112,9 @@ def test_no_tokens_at_all(ranks):
     ranks(2).run(equality_case, "uniform", [0, 0], 2, "plain")
 
 
-def test_one_expert_a_rank_would_need_eight_ranks_so_two_each(ranks):
-    ranks(4).run(equality_case, "uniform", [7, 7, 7, 7], 2, "stride-0")
+@pytest.mark.parametrize("how", ["stride-0", "transposed", "sliced"])
+def test_gradients_that_are_not_contiguous(ranks, how):
+    ranks(4).run(equality_case, "uniform", [7, 7, 7, 7], 2, how)
 
 
 def rows_case(rank: Runtime) -> None:

@@ -47,7 +47,10 @@ def test_rank_and_world_size_alone_leave_the_local_rank_to_be_found():
     info = rank_from_environment({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"})
     assert info is not None
     assert info.local_rank is None
-    assert info.notes == ("MASTER_PORT is missing: using 29500",)
+    assert set(info.notes) == {
+        "LOCAL_RANK or LOCAL_WORLD_SIZE is missing: both found by host names",
+        "MASTER_PORT is missing: using 29500",
+    }
 
 
 def test_slurm():
@@ -87,6 +90,7 @@ def test_missing_or_contradicting_variables_are_named(change, message):
     ("change", "message"),
     [
         ({"SLURM_PROCID": None}, r"SLURM_PROCID is missing, although SLURM_STEP_NUM_TASKS is set"),
+        ({"SLURM_STEP_NUM_NODES": None}, r"SLURM_STEP_NUM_NODES is missing"),
         ({"SLURM_STEP_NUM_NODES": "2"}, r"SLURM_STEP_NUM_NODES = 2, but MASTER_ADDR is missing"),
     ],
 )

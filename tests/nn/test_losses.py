@@ -45,11 +45,14 @@ def test_an_ignored_token_with_infinite_logits_spoils_nothing():
     h[1] = float("inf")
     h.requires_grad_()
     labels = torch.tensor([1, IGNORE_INDEX, 2, 3])
-    losses = head_losses(h, torch.rand(9, 3), labels, z_loss_weight=0.1, chunk_tokens=4)
+    w = torch.rand(9, 3, requires_grad=True)
+    losses = head_losses(h, w, labels, z_loss_weight=0.1, chunk_tokens=4)
     losses.objective.backward()
     assert torch.isfinite(losses.objective)
     assert h.grad is not None
     assert h.grad.isfinite().all()
+    assert w.grad is not None
+    assert w.grad.isfinite().all()
 
 
 def test_the_scale_of_bf16_gradients_is_not_rounded():

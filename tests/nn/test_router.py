@@ -92,7 +92,7 @@ def test_loss_is_one_a_token_at_perfect_balance(scope):
 
 
 @pytest.mark.parametrize("scope", ["global", "sequence", "micro_batch"])
-def test_opposite_imbalance_does_not_cancel(scope):
+def test_imbalance_raises_the_loss_whoever_the_favourite_is(scope):
     """All tokens on one expert: far above the balanced value, in every scope, for either expert."""
     for favourite in (0, 1):
         made = router(experts=2, top_k=1, width=2, lb_loss_scope=scope)

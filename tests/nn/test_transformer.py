@@ -11,7 +11,6 @@ from olmo_shard.nn.losses import IGNORE_INDEX
 from olmo_shard.nn.recompute import checkpointed, decide_once
 from olmo_shard.nn.transformer import Transformer
 from tests.support.tiny import (
-    LENGTH,
     VOCAB,
     global_batch,
     meta_model,
@@ -95,6 +94,24 @@ def test_objective_adds_each_layers_weighted_losses():
     )
     torch.testing.assert_close(output.loss, expected)
     assert output.lb_loss_L.shape == (2,)
+
+
+def test_opposite_imbalances_of_two_layers_do_not_cancel():
+    """Layer 1 sends all tokens to expert 0, layer 2 to expert 1: each counts for itself."""
+    router = {"lb_loss_weight": 1.0, "lb_loss_scope": "sequence", "z_loss_weight": 0.0}
+    config = model_config(
+        router=router, n_layers=2, n_dense_layers=0, moe={"num_experts": 2, "top_k": 1}
+    )
+    model = real_model(config)
+    for index in range(2):
+        moe_layer(model, index).router.expert_bias[index] = 100.0
+    tokens, labels = global_batch(0, ignored=False)
+    output = model(tokens, labels)
+    assert output.counts_LE.tolist() == [[tokens.numel(), 0], [0, tokens.numel()]]
+    probabilities = output.lb_loss_L / tokens.numel() / 2  # f is 1, so E x P of the favourite
+    assert (probabilities > 0.3).all()
+    extra = output.loss - output.cross_entropy - config.z_loss_weight * output.logit_z_loss
+    torch.testing.assert_close(extra, output.lb_loss_L.sum(), rtol=1e-3, atol=0)
 
 
 def test_all_experts_with_equal_weights_is_the_dense_sum():
@@ -193,8 +210,3 @@ def test_flops_formula_on_a_worked_example():
     """6 x (attention 4x4x4 + SwiGLU 3x4x8 + norms 12 + head 10x4) + 6 x 1 layer x S x 4."""
     config = ModelConfig(vocab_size=10, d_model=4, n_layers=1, n_heads=2, ffn_hidden=8)
     assert flops_per_token(config, sequence_length=3) == 6 * (64 + 96 + 12 + 40) + 6 * 3 * 4
-
-
-def test_shapes_of_the_batch_are_what_the_helpers_say():
-    tokens, _ = global_batch(0)
-    assert tokens.shape[1] == LENGTH

@@ -8,12 +8,15 @@ from torch import nn
 
 from olmo_shard.config import ParallelConfig
 from olmo_shard.distributed.runtime import Runtime
+from olmo_shard.errors import ConfigurationError, TrainingError
+from olmo_shard.nn.transformer import Transformer
 from olmo_shard.parallel import ddp
-from olmo_shard.parallel.ddp import DistributedDataParallel
+from olmo_shard.parallel.apply import parallelize
+from olmo_shard.parallel.ddp import DDPModel
 from olmo_shard.parallel.expert import spread_experts
 from olmo_shard.parallel.shards import LogicalParameter
 from tests.support.ranks import mesh_of
-from tests.support.tiny import build, model_config, train, window_of
+from tests.support.tiny import build, meta_model, model_config, train, window_of
 
 BF16 = {"compute_dtype": "bfloat16", "expert_parallel": 2}
 
@@ -21,7 +24,7 @@ BF16 = {"compute_dtype": "bfloat16", "expert_parallel": 2}
 def views_case(rank: Runtime) -> None:
     step = build(rank, model_config(), BF16, {"name": "adamw"})
     data_parallel = step.optimizer.data_parallel
-    assert isinstance(data_parallel, DistributedDataParallel)
+    assert isinstance(data_parallel, DDPModel)
     storages = {space.grads.untyped_storage().data_ptr() for space in data_parallel.spaces}
     train(step, rank, 1, 2, lr=1e-3)
     before = {name: p.grad for name, p in step.model.named_parameters()}
@@ -45,7 +48,7 @@ def main_weights_case(rank: Runtime) -> None:
     for state in (*optimizer.exp_avgs, *optimizer.exp_avg_sqs, *(s.main for s in optimizer.shards)):
         assert state.dtype == torch.float32
     data_parallel = optimizer.data_parallel
-    assert isinstance(data_parallel, DistributedDataParallel)
+    assert isinstance(data_parallel, DDPModel)
     differing = 0
     for space in data_parallel.spaces:
         for bucket, main in zip(space.buckets, space.mains, strict=True):
@@ -99,10 +102,10 @@ def unused_case(rank: Runtime) -> list[list[Any]]:
     config = ParallelConfig()
     parameters = spread_experts(model, mesh, config)
 
-    def ones(logical: LogicalParameter, _: torch.Tensor) -> torch.Tensor:
+    def ones(logical: LogicalParameter) -> torch.Tensor:
         return torch.ones(logical.shape)
 
-    data_parallel = DistributedDataParallel(model, mesh, config, parameters, ones)
+    data_parallel = DDPModel(model, mesh, config, parameters, ones)
     data_parallel.begin_window()
     head = model.first if rank.rank == 0 else model.second
     head(torch.full((1, 5), rank.rank + 1.0)).sum().backward()
@@ -119,12 +122,12 @@ def test_parameters_that_a_rank_does_not_use_count_as_zero(ranks):
 
 
 def fallback_case(rank: Runtime, has_grad_dtype: bool) -> list[float]:
-    ddp.HAS_GRAD_DTYPE = has_grad_dtype
+    original, ddp.HAS_GRAD_DTYPE = ddp.HAS_GRAD_DTYPE, has_grad_dtype
     try:
         step = build(rank, model_config(), BF16, {"name": "sgd"})
         outputs = train(step, rank, 2, 2)
     finally:
-        ddp.HAS_GRAD_DTYPE = True
+        ddp.HAS_GRAD_DTYPE = original
     return [float(output.grad_norm) for output in outputs]
 
 
@@ -137,7 +140,7 @@ def bytes_case(rank: Runtime, dtype: str) -> tuple[int, int, int, int]:
     step = build(rank, config, {"compute_dtype": dtype, "expert_parallel": 2}, {"name": "adamw"})
     train(step, rank, 1, 4)
     optimizer, data_parallel = step.optimizer, step.optimizer.data_parallel
-    assert isinstance(data_parallel, DistributedDataParallel)
+    assert isinstance(data_parallel, DDPModel)
     tensors = [
         t for space in data_parallel.spaces for t in (space.weights, space.grads, *space.mains)
     ]
@@ -172,9 +175,43 @@ def test_zero_grad_of_the_model_does_not_turn_training_off(ranks):
         assert plain == stolen > 0
 
 
-def split_case(rank: Runtime) -> list[int]:
-    return [len(window_of(0, rank.rank, rank.world_size, 2)[0].tokens_BS)]
+def misuse_case(rank: Runtime) -> str:
+    """zero_grad inside a window: what was summed so far would be lost without a word."""
+    step = build(rank, model_config(), {"expert_parallel": 2}, {"name": "sgd"})
+    data_parallel = step.optimizer.data_parallel
+    data_parallel.begin_window()
+    for micro_batch in window_of(0, rank.rank, rank.world_size, 4):
+        step.model.zero_grad()
+        step.model(*micro_batch).loss.backward()
+    try:
+        step.optimizer.step(0.1)
+    except TrainingError as error:
+        return str(error)
+    return "trained"
 
 
-def test_windows_split_the_global_batch(ranks):
-    assert ranks(2).run(split_case) == [[2], [2]]
+def test_gradients_that_were_replaced_inside_a_window_are_noticed(ranks):
+    for message in ranks(2).run(misuse_case):
+        assert "gradients were replaced inside a window: call begin_window" in message
+
+
+def real_case(rank: Runtime) -> list[str]:
+    messages = []
+    for model, parallel in [
+        (Transformer(model_config()), {}),
+        (meta_model(model_config()), {"expert_parallel": 2}),
+        (meta_model(model_config(moe={"num_experts": 3})), {"expert_parallel": 2}),
+    ]:
+        mesh = mesh_of(rank, 2 if "num_experts=3" in str(model.config) else 1)
+        try:
+            parallelize(model, mesh, ParallelConfig.model_validate(parallel))
+        except ConfigurationError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_what_parallelize_cannot_spread_is_refused(ranks):
+    for messages in ranks(2).run(real_case):
+        assert "build the model under torch.device('meta')" in messages[0]
+        assert messages[1] == "the mesh has expert_parallel = 1, the config 2"
+        assert messages[2] == "expert_parallel = 2 does not divide num_experts = 3"

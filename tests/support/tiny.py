@@ -119,7 +119,7 @@ def train(
 
 def figures(output: StepOutput) -> tuple[float, float]:
     """Loss and gradient norm."""
-    return float(output.cross_entropy / output.tokens.clamp(min=1)), float(output.grad_norm)
+    return float(output.sums.cross_entropy / output.tokens.clamp(min=1)), float(output.grad_norm)
 
 
 def owned(step: TrainStep) -> dict[str, list[tuple[int, list[float]]]]:

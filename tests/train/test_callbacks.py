@@ -10,9 +10,10 @@ from rich.console import Console as RichConsole
 
 from olmo_shard.config import load_config
 from olmo_shard.train.callbacks import RunInfo
-from olmo_shard.train.callbacks.console import Console
-from olmo_shard.train.callbacks.jsonl import JsonLines, read_records
+from olmo_shard.train.callbacks.console import Console, print_summary
+from olmo_shard.train.callbacks.jsonl import JsonLines
 from olmo_shard.train.callbacks.wandb import WandB, choose_mode, flatten
+from olmo_shard.train.records import read_records, to_json
 from olmo_shard.train.state import TrainState
 from tests.support.configs import write_config
 
@@ -28,7 +29,6 @@ def run_info(tmp_path: Path, step: int = 0) -> RunInfo:
     return RunInfo(
         config=config,
         run_dir=tmp_path / "run",
-        world_size=1,
         total_steps=9,
         state=TrainState(step=step),
         notes=["a note"],
@@ -46,6 +46,11 @@ def test_records_beyond_the_resumed_step_and_cut_lines_are_dropped(tmp_path):
     assert read_records(path) == [{"step": 1}, {"step": 2}, {"step": 3, "again": True}]
 
 
+def test_figures_that_are_not_finite_are_null_in_json():
+    record = {"step": 1, "grad_norm": float("nan"), "lb_loss": [1.0, float("inf")]}
+    assert to_json(record) == '{"step": 1, "grad_norm": null, "lb_loss": [1.0, null]}'
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_console_shows_the_figures(tmp_path, terminal):
     buffer = io.StringIO()
@@ -55,7 +60,7 @@ def test_console_shows_the_figures(tmp_path, terminal):
     console.on_step(RECORD)
     console.on_eval(1, {"held_out": 2.25})
     console.on_end()
-    console.summary([("first loss", "2.5"), ("run", "x")])
+    print_summary(rich, [("first loss", "2.5"), ("run", "x")])
     printed = buffer.getvalue()
     for part in ("a note", "loss 2.5000", "20 tokens/s", "validation held_out: loss 2.2500"):
         assert part in printed

@@ -20,7 +20,9 @@ from tests.support.tiny import assemble, build, figures, model_config, owned, tr
 
 ADAMW = {"name": "adamw"}
 LR = 3e-3
-LOADER = LoaderState(drawn=[5], seed=1, sequence_length=12, source_tokens=[99])
+LOADER = LoaderState(
+    drawn=[5], seed=1, sequence_length=12, source_tokens=[99], weights=[1.0], since_drawn=[0]
+)
 SAVED_STATE = folders.SavedState(
     train=TrainState(step=7), loader=LOADER, model={}, optimizer_steps=7, shapes={"a": [2, 3]}
 )

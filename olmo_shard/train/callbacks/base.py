@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from olmo_shard.config import Config
+from olmo_shard.train.records import Record
 from olmo_shard.train.state import TrainState
 
 
@@ -14,7 +14,6 @@ class RunInfo:
 
     config: Config
     run_dir: Path
-    world_size: int
     total_steps: int
     state: TrainState
     notes: list[str]
@@ -27,7 +26,7 @@ class Callback:
     def on_start(self, run: RunInfo) -> None:
         """Before the first step."""
 
-    def on_step(self, record: dict[str, Any]) -> None:
+    def on_step(self, record: Record) -> None:
         """After each step, with the record of metrics.jsonl."""
 
     def on_eval(self, step: int, losses: dict[str, float]) -> None:

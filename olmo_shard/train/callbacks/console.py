@@ -1,23 +1,24 @@
 """What a person sees while the run goes on."""
 
+from collections import deque
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from olmo_shard.train.callbacks.base import Callback, RunInfo
+from olmo_shard.train.records import Record
 
 
 class Console(Callback):
     """A live line on a terminal, a plain line every ``train.log_every`` steps elsewhere."""
 
-    def __init__(self, console: RichConsole | None = None) -> None:
-        self.console = console or RichConsole(highlight=False, soft_wrap=True)
+    def __init__(self, console: RichConsole) -> None:
+        self.console = console
         self._progress: Progress | None = None
         self._run: RunInfo | None = None
         self._first_step = 0
-        self._seconds: list[float] = []
+        self._seconds: deque[float] = deque(maxlen=20)
 
     def on_start(self, run: RunInfo) -> None:
         self._run, self._first_step = run, run.state.step
@@ -37,7 +38,7 @@ class Console(Callback):
             )
             self._progress.start()
 
-    def on_step(self, record: dict[str, Any]) -> None:
+    def on_step(self, record: Record) -> None:
         assert self._run is not None
         step, total = record["step"], self._run.total_steps
         self._seconds.append(record["step_seconds"])
@@ -64,25 +65,26 @@ class Console(Callback):
     def on_failure(self) -> None:
         self._stop()
 
-    def summary(self, lines: list[tuple[str, str]]) -> None:
-        """Print what the run came to."""
-        width = max(len(name) for name, _ in lines)
-        self.console.print()
-        for name, value in lines:
-            self.console.print(f"{name:<{width}}  {value}", markup=False)
-
     def _stop(self) -> None:
         if self._progress is not None:
             self._progress.stop()
 
     def _eta(self, step: int) -> str:
         assert self._run is not None
-        recent = self._seconds[-20:]
-        seconds = round((self._run.total_steps - step) * sum(recent) / len(recent))
+        mean = sum(self._seconds) / len(self._seconds)
+        seconds = round((self._run.total_steps - step) * mean)
         return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 
-def _figures(record: dict[str, Any]) -> str:
+def print_summary(console: RichConsole, lines: list[tuple[str, str]]) -> None:
+    """What a run came to, as (name, value)."""
+    width = max(len(name) for name, _ in lines)
+    console.print()
+    for name, value in lines:
+        console.print(f"{name:<{width}}  {value}", markup=False)
+
+
+def _figures(record: Record) -> str:
     mfu = f"  mfu {record['mfu']:.1%}" if record["mfu"] is not None else ""
     skipped = f"  skipped {record['skipped_steps']}" if record["skipped_steps"] else ""
     return (

@@ -1,14 +1,10 @@
 """metrics.jsonl: the record of a run, one JSON object a step."""
 
-import json
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from olmo_shard.errors import ConfigurationError
 from olmo_shard.train.callbacks.base import Callback, RunInfo
-
-FILE = "metrics.jsonl"
-EVAL_FILE = "eval.jsonl"
+from olmo_shard.train.records import EVAL_FILE, FILE, Record, read_records, to_json
 
 
 class JsonLines(Callback):
@@ -25,7 +21,7 @@ class JsonLines(Callback):
         self._steps = _reopen(run.run_dir / FILE, run.state.step)
         self._evals = _reopen(run.run_dir / EVAL_FILE, run.state.step)
 
-    def on_step(self, record: dict[str, Any]) -> None:
+    def on_step(self, record: Record) -> None:
         _write(self._steps, record)
 
     def on_eval(self, step: int, losses: dict[str, float]) -> None:
@@ -45,38 +41,18 @@ class JsonLines(Callback):
         self._steps = self._evals = None
 
 
-def read_records(path: Path, last_step: int | None = None) -> list[dict[str, Any]]:
-    """Records up to ``last_step``; a last line that a kill cut short is left out.
-
-    :raises ConfigurationError: naming file and line where one is no record.
-    """
-    if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    whole = lines[:-1]  # what follows the last newline is empty, or cut short
-    records = [_parsed(line, path, number) for number, line in enumerate(whole, start=1)]
-    return [r for r in records if last_step is None or r["step"] <= last_step]
-
-
-def _parsed(line: str, path: Path, number: int) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError:
-        record = None
-    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-        raise ConfigurationError(f"{path} line {number} is no record of a step: remove the line")
-    return record
-
-
 def _reopen(path: Path, last_step: int) -> IO[str]:
+    """Open for appending; what goes beyond ``last_step`` is dropped, in one rename."""
     kept = read_records(path, last_step)
-    file = path.open("w", encoding="utf-8")
-    for record in kept:
-        _write(file, record)
-    return file
+    shorter = path.with_name(path.name + ".partial")
+    with shorter.open("w", encoding="utf-8") as file:
+        for record in kept:
+            _write(file, record)
+    shorter.replace(path)
+    return path.open("a", encoding="utf-8")
 
 
-def _write(file: IO[str] | None, record: dict[str, Any]) -> None:
+def _write(file: IO[str] | None, record: Record) -> None:
     assert file is not None
-    file.write(json.dumps(record) + "\n")
+    file.write(to_json(record) + "\n")
     file.flush()

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from olmo_shard.train.callbacks.base import Callback, RunInfo
-from olmo_shard.train.callbacks.jsonl import EVAL_FILE, FILE, read_records
+from olmo_shard.train.records import EVAL_FILE, FILE, read_records
 
 PICTURE = "loss.png"
 
@@ -31,7 +31,8 @@ def draw(run_dir: Path) -> Path:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.plot([r["tokens_total"] for r in steps], [r["loss"] for r in steps], lw=1, label="train")
+    known = [r for r in steps if r["loss"] is not None]
+    axes.plot([r["tokens_total"] for r in known], [r["loss"] for r in known], lw=1, label="train")
     for name in sorted({key for record in evals for key in record} - {"step"}):
         points = [(tokens[r["step"]], r[name]) for r in evals if r["step"] in tokens]
         axes.plot(*zip(*points, strict=True), "o-", ms=4, label=name)

@@ -24,7 +24,7 @@ from tests.support.configs import write_config, write_tokens
 PNG = b"\x89PNG\r\n\x1a\n"
 FIELDS = {
     "step", "loss", "grad_norm", "lr", "tokens", "tokens_total", "step_seconds",
-    "tokens_per_second", "mfu", "skipped_steps", "memory_bytes", "load_max_over_mean",
+    "tokens_per_second", "mfu", "wire_bytes", "skipped_steps", "memory_bytes", "load_max_over_mean",
     "dead_experts", "expert_bias_range", "lb_loss", "router_z_loss",
 }  # fmt: skip
 
@@ -118,6 +118,9 @@ def test_prepare_check_train_on_two_ranks_then_resume_twice(tmp_path, main):
     assert found[-1]["loss"] < found[0]["loss"]
     assert [r["tokens_total"] for r in found] == [256 * (i + 1) for i in range(15)]
     assert all(len(r["load_max_over_mean"]) == 1 for r in found)
+    # Each rank sends half of the dense gradients and half of the dense weights, and rows besides.
+    dense = 300 * 32 * 2 + 2 * (32 * 32 * 2 + 32 * 16 * 2) + 3 * 32 * 48 + 3 * 32 * 16
+    assert all(dense * 4 < r["wire_bytes"] < 3 * dense * 4 for r in found)
     assert [r["step"] for r in records(run, "eval.jsonl")] == [3, 6, 9, 10, 12, 15]
 
     segments = sorted(str(path) for path in (run / "wandb").glob("offline-run-*"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from olmo_shard.config import Config
+from olmo_shard.distributed import collectives
 from olmo_shard.nn.flops import flops_per_token, peak_flops
 from olmo_shard.train.records import Record
 from olmo_shard.train.state import TrainState
@@ -34,11 +35,14 @@ class StepMeter:
         self._flops = flops_per_token(config.model, config.data.sequence_length)
         peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self._peak = peak * world_size if peak else None
-        self._last = time.perf_counter()
+        # FSDP2's own collectives are not counted: no figure rather than a part of one.
+        self._counts_bytes = config.parallel.mode == "ddp"
+        self.restart()
 
     def restart(self) -> None:
-        """Leave out the time since the last record (evaluation, checkpoint)."""
+        """Leave out the time and bytes since the last record (evaluation, checkpoint)."""
         self._last = time.perf_counter()
+        self._last_bytes = collectives.traffic.bytes.total()
 
     def record(self, pending: PendingStep, state: TrainState) -> Record:
         """A step's record, from tensors that are ready and a state that counts it already."""
@@ -46,6 +50,7 @@ class StepMeter:
         tokens = int(output.tokens)
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
+        before, self._last_bytes = self._last_bytes, collectives.traffic.bytes.total()
         rate = tokens / seconds
         divisor = max(1, tokens)
         return {
@@ -58,6 +63,7 @@ class StepMeter:
             "step_seconds": seconds,
             "tokens_per_second": rate,
             "mfu": rate * self._flops / self._peak if self._peak else None,
+            "wire_bytes": self._last_bytes - before if self._counts_bytes else None,
             "skipped_steps": state.skipped_steps,
             "memory_bytes": peak_memory_bytes(self.device),
             **self._losses(output, divisor),

@@ -180,6 +180,7 @@ def compile_case(rank: Runtime, parallel: dict[str, Any]) -> tuple[list[tuple[fl
     with warnings.catch_warnings():
         # While it traces, torch.compile looks at the .grad of tensors that are no leaves.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0")
         found = [figures(output) for output in train(step, rank, STEPS, 4)]
     return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 

@@ -130,21 +130,26 @@ def _check_here(config: "Config", world_size: int) -> None:
 
 
 def _run_rank(config: "Config", info: "RankInfo | None") -> None:
+    """Train as this rank; an error is also recorded where the launcher asked for it."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
     from olmo_shard.distributed.failure import is_lost_peer, launcher_reports
     from olmo_shard.experiment import run
 
-    try:
-        record(run)(config, info, scanned=info is None or launcher_reports())
-    except RuntimeError as error:
-        if info is None or not is_lost_peer(str(error)):
-            raise
-        first = str(error).splitlines()[0]
-        raise TrainingError(
-            f"rank {info.rank} lost a peer, or waited longer than run.timeout_seconds = "
-            f"{config.run.timeout_seconds} for one: {first}"
-        ) from error
+    @record
+    def recorded() -> None:
+        try:
+            run(config, info, scanned=info is None or launcher_reports())
+        except RuntimeError as error:
+            if info is None or not is_lost_peer(str(error)):
+                raise
+            first = str(error).splitlines()[0]
+            raise TrainingError(
+                f"rank {info.rank} lost a peer, or waited longer than run.timeout_seconds = "
+                f"{config.run.timeout_seconds} for one: {first}"
+            ) from error
+
+    recorded()
 
 
 @app.callback(invoke_without_command=True)

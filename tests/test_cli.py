@@ -233,6 +233,23 @@ def test_two_jobs_at_once_and_one_loses_a_rank(tmp_path):
     assert len(records(tmp_path / "b")) == 8
 
 
+def test_a_rank_that_sleeps_is_named_after_the_timeout(tmp_path):
+    config = write_config(tmp_path)
+    shared = ["run.timeout_seconds=10", "eval.every=0", "checkpoint.every=0", "--nproc", "2"]
+    job = start("train", config, *shared, "train.steps=100000")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text().count("\n") > 2):
+        assert time.monotonic() < deadline, "the job did not start"
+        time.sleep(0.1)
+    os.kill(children(job.pid)[1], signal.SIGSTOP)
+    code, output = finish(job, seconds=60)
+    assert code == 1
+    assert "rank 0 lost a peer, or waited longer than run.timeout_seconds = 10" in output
+    assert output.rstrip().endswith("no answer from rank(s) [1], still running")
+    assert "Traceback" not in output
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_ending_the_launcher_ends_its_ranks(tmp_path, number):
     config = write_config(tmp_path)

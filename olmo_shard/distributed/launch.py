@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from olmo_shard.distributed.failure import ERROR_FILE, first_cause, read_failure
+from olmo_shard.distributed.failure import ERROR_FILE, first_cause, is_lost_peer, read_failure
 
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 5.0
@@ -51,6 +51,9 @@ def launch_local(arguments: list[str], nproc: int) -> int:
     alike = len(failures) == nproc and len({failure.message for failure in failures}) == 1
     who = f"all {nproc} ranks failed" if alike else f"rank {first.rank} of {nproc} failed first"
     print(f"olmo-shard: {who}: {first.message}", file=sys.stderr)
+    silent = sorted(set(range(nproc)) - codes.keys())
+    if silent and is_lost_peer(first.message):
+        print(f"olmo-shard: no answer from rank(s) {silent}, still running", file=sys.stderr)
     return first.exit_code if first.exit_code > 0 else 128 - first.exit_code
 
 

@@ -1,9 +1,12 @@
-"""Rank groups shared by all tests of a session."""
+"""Rank groups shared by all tests of a session, and the commands in this process."""
 
+import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
 
+from olmo_shard import cli
 from tests.support.ranks import RankGroup
 
 
@@ -27,3 +30,22 @@ def ranks() -> Iterator[_Groups]:
     groups = _Groups()
     yield groups
     groups.close()
+
+
+@pytest.fixture
+def main(monkeypatch, capfd):
+    """``main(args...)`` runs the command in this process: exit code and all that it printed."""
+
+    def run(*args: object) -> tuple[int, str]:
+        handler = signal.getsignal(signal.SIGTERM)
+        monkeypatch.setattr(sys, "argv", ["olmo-shard", *map(str, args)])
+        try:
+            with pytest.raises(SystemExit) as ended:
+                cli.main()
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+        out, err = capfd.readouterr()
+        code = ended.value.code
+        return (code if isinstance(code, int) else 0), out + err
+
+    return run

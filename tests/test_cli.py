@@ -1,132 +1,15 @@
-"""The commands as a person types them. Few runs have several processes. Runs in CI."""
-
-import json
-import os
-import re
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
-from typing import Any
+"""The commands as a person types them, run in this process. Runs in CI."""
 
 import pytest
 import torch
 
-from olmo_shard import cli
 from olmo_shard.config import load_config
 from olmo_shard.train import preflight as preflight_module
 from olmo_shard.train import trainer as trainer_module
 from olmo_shard.train.checkpoint_folder import complete_checkpoints
 from olmo_shard.train.run_folder import open_run
+from tests.support.commands import losses, records
 from tests.support.configs import write_config, write_tokens
-
-PNG = b"\x89PNG\r\n\x1a\n"
-FIELDS = {
-    "step", "loss", "grad_norm", "lr", "tokens", "tokens_total", "step_seconds",
-    "tokens_per_second", "mfu", "wire_bytes", "skipped_steps", "memory_bytes", "load_max_over_mean",
-    "dead_experts", "expert_bias_range", "lb_loss", "router_z_loss",
-}  # fmt: skip
-
-
-def records(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
-
-
-def losses(run_dir: Path) -> list[tuple[int, float, float]]:
-    return [(r["step"], r["loss"], r["grad_norm"]) for r in records(run_dir)]
-
-
-@pytest.fixture
-def main(monkeypatch, capfd):
-    """``main(args...)`` runs the command in this process: exit code and all that it printed."""
-
-    def run(*args: object) -> tuple[int, str]:
-        handler = signal.getsignal(signal.SIGTERM)
-        monkeypatch.setattr(sys, "argv", ["olmo-shard", *map(str, args)])
-        try:
-            with pytest.raises(SystemExit) as ended:
-                cli.main()
-        finally:
-            signal.signal(signal.SIGTERM, handler)
-        out, err = capfd.readouterr()
-        code = ended.value.code
-        return (code if isinstance(code, int) else 0), out + err
-
-    return run
-
-
-def start(*args: object, env: dict[str, str] | None = None, module: str = "olmo_shard"):
-    command = [sys.executable, "-m", module, *map(str, args)]
-    return subprocess.Popen(
-        command,
-        env=os.environ | (env or {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str]:
-    output, _ = process.communicate(timeout=seconds)
-    return process.returncode, output
-
-
-def test_prepare_check_train_on_two_ranks_then_resume_twice(tmp_path, main):
-    """The whole way of a newcomer, with W&B offline in three segments."""
-    text = tmp_path / "text.txt"
-    text.write_text("\n".join(f"line {i} of a small text about nothing much" for i in range(900)))
-    data = tmp_path / "data"
-    code, printed = main("prepare", text, "--train-bpe", "300", "--out", data)
-    assert code == 0, printed
-    assert "1 documents" in printed
-    config = write_config(tmp_path)
-    run = tmp_path / "run"
-    overrides = [
-        f"data.sources=[{{path: {data}}}]",
-        f"data.validation={{text: {{path: {text}.bin, dtype: uint16}}}}",
-        "model.vocab_size=300",
-        "parallel.expert_parallel=2",
-        "tracking.wandb=offline",
-        "optim.lr=2e-2",
-    ]
-    (tmp_path / "text.txt.bin").write_bytes((data / "train.bin").read_bytes())
-    code, printed = main("check", config, *overrides)
-    assert code == 0, printed
-    resolved = tmp_path / "resolved.yaml"
-    resolved.write_text(printed)
-    assert load_config(str(resolved)) == load_config(str(config), overrides)
-
-    outputs = []
-    for steps in (6, 10, 15):
-        code, output = finish(
-            start("train", config, *overrides, f"train.steps={steps}", "--nproc", "2")
-        )
-        assert code == 0, output
-        outputs.append(output)
-    assert "start     new run" in outputs[0]
-    assert "dispatch collective (auto)" in outputs[0]
-    assert f"resume    step 6 of 10, from {run}/checkpoints/step-00000006" in outputs[1]
-    assert "validation text: loss" in outputs[2]
-    summary = outputs[2].split("first loss")[1]
-    assert re.search(rf"loss curve +{run}/loss\.png\n", summary)
-    assert (run / "loss.png").read_bytes().startswith(PNG)
-
-    found = records(run)
-    assert [r["step"] for r in found] == list(range(1, 16))
-    assert set(found[0]) >= FIELDS
-    assert found[-1]["loss"] < found[0]["loss"]
-    assert [r["tokens_total"] for r in found] == [256 * (i + 1) for i in range(15)]
-    assert all(len(r["load_max_over_mean"]) == 1 for r in found)
-    # Each rank sends half of the dense gradients and half of the dense weights, and rows besides.
-    dense = 300 * 32 * 2 + 2 * (32 * 32 * 2 + 32 * 16 * 2) + 3 * 32 * 48 + 3 * 32 * 16
-    assert all(dense * 4 < r["wire_bytes"] < 3 * dense * 4 for r in found)
-    assert [r["step"] for r in records(run, "eval.jsonl")] == [3, 6, 9, 10, 12, 15]
-
-    segments = sorted(str(path) for path in (run / "wandb").glob("offline-run-*"))
-    assert len(segments) == 3, "one segment a start, from one rank"
-    assert len({segment.rsplit("-", 1)[1] for segment in segments}) == 1, "one run id"
-    assert f"wandb sync {' '.join(segments)}" in summary
 
 
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, main):
@@ -180,93 +63,6 @@ def test_init_from_starts_a_new_run_from_weights(tmp_path, main):
     assert again[0]["loss"] < first[0]["loss"]
     assert [r["lr"] for r in again] == [r["lr"] for r in first]
     assert again[0]["tokens_total"] == 256
-
-
-def test_torchrun_and_bare_variables_join_as_ranks(tmp_path):
-    config = write_config(tmp_path)
-    shared = ["parallel.expert_parallel=2", "train.steps=2", "eval.every=0", "checkpoint.every=0"]
-    arguments = ["--standalone", "--nproc-per-node", "2", "-m", "olmo_shard", "train", config]
-    code, output = finish(
-        start(*arguments, *shared, f"run.dir={tmp_path / 'a'}", module="torch.distributed.run")
-    )
-    assert code == 0, output
-    address = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29713"}
-    processes = [
-        start(
-            "train", config, *shared, f"run.dir={tmp_path / 'b'}",
-            env=address | {"RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    for process in processes:
-        code, output = finish(process)
-        assert code == 0, output
-    assert losses(tmp_path / "a") == losses(tmp_path / "b")
-
-
-def children(parent: int) -> list[int]:
-    path = Path(f"/proc/{parent}/task/{parent}/children")
-    return [int(pid) for pid in path.read_text().split()]
-
-
-def test_two_jobs_at_once_and_one_loses_a_rank(tmp_path):
-    """Both take free ports; one loses a rank, ends in seconds and says why; the other goes on."""
-    config = write_config(tmp_path)
-    shared = ["parallel.expert_parallel=2", "eval.every=0", "checkpoint.every=0", "--nproc", "2"]
-    job = start("train", config, *shared, f"run.dir={tmp_path / 'a'}", "train.steps=100000")
-    other = start("train", config, *shared, f"run.dir={tmp_path / 'b'}", "train.steps=8")
-    metrics = tmp_path / "a" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while not (metrics.exists() and metrics.read_text().count("\n") > 2):
-        assert time.monotonic() < deadline, "the job did not start"
-        assert job.poll() is None, finish(job)
-        time.sleep(0.1)
-    victim = children(job.pid)[1]
-    os.kill(victim, signal.SIGKILL)
-    code, output = finish(job, seconds=20)
-    assert code == 128 + signal.SIGKILL
-    assert output.rstrip().endswith("olmo-shard: rank 1 of 2 failed first: killed by signal 9"), (
-        output
-    )
-    code, output = finish(other)
-    assert code == 0, output
-    assert len(records(tmp_path / "b")) == 8
-
-
-def test_a_rank_that_sleeps_is_named_after_the_timeout(tmp_path):
-    config = write_config(tmp_path)
-    shared = ["run.timeout_seconds=10", "eval.every=0", "checkpoint.every=0", "--nproc", "2"]
-    job = start("train", config, *shared, "train.steps=100000")
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while not (metrics.exists() and metrics.read_text().count("\n") > 2):
-        assert time.monotonic() < deadline, "the job did not start"
-        time.sleep(0.1)
-    os.kill(children(job.pid)[1], signal.SIGSTOP)
-    code, output = finish(job, seconds=60)
-    assert code == 1
-    assert "rank 0 lost a peer, or waited longer than run.timeout_seconds = 10" in output
-    assert output.rstrip().endswith("no answer from rank(s) [1], still running")
-    assert "Traceback" not in output
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_ending_the_launcher_ends_its_ranks(tmp_path, number):
-    config = write_config(tmp_path)
-    job = start("train", config, "train.steps=100000", "eval.every=0", "--nproc", "2")
-    deadline = time.monotonic() + 60
-    while len(children(job.pid)) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    ranks = children(job.pid)
-    time.sleep(1)
-    job.send_signal(number)
-    code, _ = finish(job, seconds=20)
-    assert code == (128 + number if number == signal.SIGTERM else -number)
-    deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
-        assert time.monotonic() < deadline, "ranks are left behind"
-        time.sleep(0.1)
 
 
 @pytest.mark.parametrize(

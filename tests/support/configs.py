@@ -4,6 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
+from olmo_shard.config import Config, load_config
+
 VOCAB = 64
 CONFIG = """
 run:
@@ -65,3 +67,8 @@ def write_config(folder: Path, text: str = CONFIG) -> Path:
     path = folder / "config.yaml"
     path.write_text(text.format(run=folder / "run", data=tokens, vocab=VOCAB), encoding="utf-8")
     return path
+
+
+def config_at(folder: Path, *overrides: str) -> Config:
+    """That config, loaded with overrides."""
+    return load_config(str(write_config(folder)), list(overrides))

@@ -1,9 +1,13 @@
 """The commands as a person types them, run in this process. Runs in CI."""
 
+import resource
+import signal
+
 import pytest
 import torch
 
 from olmo_shard.config import load_config
+from olmo_shard.errors import ConfigurationError
 from olmo_shard.train import preflight as preflight_module
 from olmo_shard.train import trainer as trainer_module
 from olmo_shard.train.checkpoint_folder import complete_checkpoints
@@ -180,6 +184,24 @@ def test_a_run_folder_is_for_one_job(tmp_path, main):
         code, printed = main("train", tmp_path / "config.yaml")
     assert (code, "is in use by another job" in printed) == (2, True)
     assert main("train", tmp_path / "config.yaml")[0] == 0
+
+
+def test_a_full_disk_is_an_error_before_training(tmp_path):
+    config = load_config(str(write_config(tmp_path)))
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
+    try:
+        with (
+            pytest.raises(
+                ConfigurationError, match=r"run\.dir = .*/run cannot be written: File too"
+            ),
+            open_run(config),
+        ):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 @pytest.mark.parametrize("kind", ["file", "below a file", "bad record"])

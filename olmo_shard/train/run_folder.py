@@ -73,8 +73,10 @@ def open_run(config: Config) -> Iterator[None]:
     with ExitStack() as stack:
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context((run_dir / _LOCK).open("w"))
+            lock = stack.enter_context((run_dir / _LOCK).open("wb", buffering=0))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Unbuffered: a full disk is an error here, and not in the first record.
+            lock.write(b"%d\n" % os.getpid())
         except BlockingIOError as error:
             raise ConfigurationError(
                 f"run.dir = {run_dir} is in use by another job: choose another run.dir, or end "

@@ -71,7 +71,8 @@ def test_console_shows_the_figures(tmp_path, terminal):
 
 
 class BrokenRun:
-    offline, dir, url = True, "/x/files", "u"
+    offline, dir = True, "/x/files"
+    url: str | None = "u"
 
     def __init__(self, broken: str) -> None:
         self.broken = broken
@@ -103,6 +104,20 @@ def test_an_error_of_the_tracker_is_reported_once_and_ends_nothing(tmp_path, mon
     tracker.on_end()
     assert buffer.getvalue().count("W&B stopped: ") == 1
     assert "no space left" in buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("url", "lines"), [(None, []), ("http://a/b", [("W&B run", "http://a/b")])]
+)
+def test_a_run_without_an_address_has_no_line_in_the_summary(tmp_path, monkeypatch, url, lines):
+    import wandb
+
+    run = BrokenRun("nothing")
+    run.offline, run.url = False, url
+    monkeypatch.setattr(wandb, "init", lambda **_: run)
+    tracker = WandB(RichConsole(file=io.StringIO()))
+    tracker.on_start(run_info(tmp_path))
+    assert tracker.on_end() == lines
 
 
 def test_offline_without_a_key(monkeypatch, tmp_path):

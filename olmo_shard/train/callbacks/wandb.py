@@ -49,8 +49,8 @@ class WandB(Callback):
         self._guarded(lambda: self._run.finish() if self._run else None)
         if self._info is None or self._run is None:
             return []
-        if not self._offline:
-            return [("W&B run", str(self._run.url))]
+        if not self._offline:  # a disabled run has no address
+            return [("W&B run", self._run.url)] if self._run.url else []
         segments = self._info.state.tracker_segments
         command = shlex.join(["wandb", "sync", *segments])
         return [("W&B offline run", segments[-1]), ("to upload it", command)]

@@ -16,6 +16,7 @@ from olmo_shard.nn.flops import parameter_counts
 from olmo_shard.nn.transformer import Transformer
 from olmo_shard.optim.schedule import describe_schedule
 from olmo_shard.optim.sharded import DistributedOptimizer
+from olmo_shard.optim.spikes import SpikeFilter
 from olmo_shard.parallel.apply import parallelize
 from olmo_shard.train.callbacks import Callback
 from olmo_shard.train.callbacks.console import Console, print_summary
@@ -47,7 +48,8 @@ def run(config: Config, info: RankInfo | None = None, *, scanned: bool = False) 
                 model = Transformer(config.model)
             data_parallel = parallelize(model, mesh, config.parallel, config.run.seed)
             optimizer = DistributedOptimizer(data_parallel, mesh, config.optim)
-            step = TrainStep(model, optimizer, mesh)
+            spikes = config.train.skip_spikes and SpikeFilter(config.train.skip_spikes, here.device)
+            step = TrainStep(model, optimizer, mesh, spikes)
 
             console = RichConsole(highlight=False, soft_wrap=True)
             callbacks = _callbacks(config, console) if here.rank == 0 else []

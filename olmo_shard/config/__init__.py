@@ -7,7 +7,13 @@ from olmo_shard.config.optim import OptimConfig, ScheduleConfig
 from olmo_shard.config.parallel import DDPConfig, FSDPConfig, ParallelConfig
 from olmo_shard.config.root import Config
 from olmo_shard.config.run import RunConfig
-from olmo_shard.config.train import CheckpointConfig, EvalConfig, TrackingConfig, TrainConfig
+from olmo_shard.config.train import (
+    CheckpointConfig,
+    EvalConfig,
+    SpikeConfig,
+    TrackingConfig,
+    TrainConfig,
+)
 
 __all__ = [
     "CheckpointConfig",
@@ -24,6 +30,7 @@ __all__ = [
     "RouterConfig",
     "RunConfig",
     "ScheduleConfig",
+    "SpikeConfig",
     "TrackingConfig",
     "TrainConfig",
     "dump_yaml",

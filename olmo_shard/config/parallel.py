@@ -10,6 +10,23 @@ from olmo_shard.config.base import Section
 class DDPConfig(Section):
     bucket_cap_mb: float = Field(default=32.0, gt=0)
     """Size of a gradient bucket in MiB of FP32; a larger parameter is a bucket of its own."""
+    overlap_reduce: bool = True
+    """Reduce each bucket in the window's last backward as soon as it is full; false: after it."""
+    overlap_gather: bool = True
+    """Gather each bucket's new weights during the next forward; false: before it."""
+    grad_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which a window's gradients add up on a rank; the sum over ranks is FP32 always."""
+    wire_dtype: Literal["float32", "bfloat16"] | None = None
+    """Type in which gradients travel between ranks; null: that of grad_dtype."""
+
+    @model_validator(mode="after")
+    def _wire_is_not_wider(self) -> "DDPConfig":
+        if self.grad_dtype == "bfloat16" and self.wire_dtype == "float32":
+            raise ValueError(
+                "wire_dtype = float32 would send the zeros that grad_dtype = bfloat16 lacks; "
+                "leave wire_dtype out, or use grad_dtype float32"
+            )
+        return self
 
 
 class FSDPConfig(Section):

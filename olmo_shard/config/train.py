@@ -7,6 +7,16 @@ from pydantic import Field, model_validator
 from olmo_shard.config.base import Section
 
 
+class SpikeConfig(Section):
+    """Skip steps whose loss or gradient norm is far above those of the steps before."""
+
+    watch: Literal["loss", "grad_norm", "both"] = "both"
+    sigmas: float = Field(default=6.0, gt=0)
+    """A spike is above mean + sigmas x standard deviation of the window."""
+    window: int = Field(default=128, ge=2)
+    """Applied steps to compare with; nothing is judged before there are as many."""
+
+
 class TrainConfig(Section):
     steps: int | None = Field(default=None, gt=0, le=10**9)
     """Stop after this many optimizer steps."""
@@ -18,8 +28,10 @@ class TrainConfig(Section):
     """Tokens of one optimizer step over all ranks."""
     micro_batch_tokens: int = Field(gt=0)
     """Tokens of one forward-backward on one rank."""
+    skip_spikes: SpikeConfig | None = None
+    """Null: only steps whose gradient norm is not finite are skipped."""
     max_skipped_steps: int = Field(default=10, ge=0)
-    """Steps skipped in a row (non-finite gradient norm) after which the run ends with an error."""
+    """Steps skipped in a row, for whatever reason, after which the run ends with an error."""
     log_every: int = Field(default=10, gt=0)
     """Steps between two plain console lines (when the output is not a terminal)."""
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from olmo_shard.dispatch.dispatcher import TokenDispatcher
 from olmo_shard.dispatch.exchange import DispatchHandle
 from olmo_shard.distributed import collectives
+from olmo_shard.distributed.work import Work
 
 _ALIGN = 8
 """Bytes: every field of a packed row starts on a multiple, to be viewed in its own type."""
@@ -16,7 +17,7 @@ _ALIGN = 8
 
 @dataclass(frozen=True, kw_only=True)
 class _InFlight:
-    work: collectives.Work
+    work: Work
     packed: Tensor
     fields: list[tuple[int, int, torch.dtype]]
     """Of each payload tensor: first byte in the row, elements, type."""

@@ -28,13 +28,13 @@ class Mesh:
     world_size: int
     device: torch.device
     bulk: dist.ProcessGroup
-    """All ranks: gradients and weights of dense parameters."""
+    """All ranks: gradients and weights of what every rank holds."""
     control: dist.ProcessGroup
     """All ranks: scalars, the control vector, objects."""
     ep: dist.ProcessGroup
     """The ranks that hold one copy of the experts together."""
     ep_dp: dist.ProcessGroup
-    """The ranks that hold the same experts."""
+    """The ranks that hold the same experts: their gradients and weights."""
 
     @property
     def expert_parallel(self) -> int:

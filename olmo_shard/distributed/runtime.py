@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from olmo_shard.config import RunConfig
 from olmo_shard.distributed.environment import SINGLE, RankInfo
+from olmo_shard.distributed.work import complete_all
 from olmo_shard.errors import ConfigurationError, LaunchError
 
 
@@ -64,6 +65,8 @@ def runtime(
             timeout=timeout,
             threads=threads,
         )
+        # Peers may still wait for what this rank has started.
+        complete_all()
     finally:
         # A rank that failed leaves at once, too: its peers see a closed connection, no timeout.
         dist.destroy_process_group()

@@ -2,17 +2,20 @@
 
 [Note: phases]
 
-- *reduce*: sum the window's gradients over the ranks; each rank gets the slices that it owns.
+- *reduce*: sum the window's gradients over the ranks; each rank gets the slices that it owns. Most
+  of it has happened during the last backward.
 - *norm*: one all-reduce of one FP64 vector: the squares of the owned gradients, and whatever else
-  the step needs from all ranks (losses, expert counts).
-- *step*: clip, decide whether to skip, update the own main weights.
-- *gather*: bring the new weights of all ranks into every model.
+  the step needs from all ranks (losses, expert counts). Apply the step or skip it.
+- *step*: clip and update the own main weights, slice by slice in the order of forward.
+- *gather*: each slice's new weights start on their way to every model as soon as they are there,
+  and arrive during the next forward.
 
 Both modes go through the same phases; in ``fsdp`` reduce and gather happen inside backward and
 forward. Gradients are sums over the window's tokens divided by their global number, so no factor of
 world size, EP degree or accumulation appears anywhere.
 """
 
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -22,8 +25,12 @@ from torch import Tensor
 from olmo_shard.config import OptimConfig
 from olmo_shard.distributed import collectives
 from olmo_shard.distributed.mesh import Mesh
-from olmo_shard.optim.adamw import StepScalars, adamw_, sgd_
-from olmo_shard.parallel.shards import ParallelModel, ParameterShard
+from olmo_shard.optim.adamw import DecayGroup, SliceState, StepScalars, adamw_, sgd_
+from olmo_shard.optim.norm import squares
+from olmo_shard.parallel.shards import MainSlice, ParallelModel
+
+Judge = Callable[[Tensor, Tensor], Tensor]
+"""From (gradient norm, extra values summed over all ranks) to a boolean scalar: apply the step?"""
 
 
 class StepResult(NamedTuple):
@@ -32,7 +39,7 @@ class StepResult(NamedTuple):
     grad_norm: Tensor
     """FP64 scalar, before clipping."""
     applied: Tensor
-    """Boolean scalar: false if the step was skipped because the norm was not finite."""
+    """Boolean scalar: false if the step was skipped."""
     sums: Tensor
     """FP64: the extra values, summed over all ranks."""
     squares: Tensor
@@ -40,68 +47,97 @@ class StepResult(NamedTuple):
 
 
 class DistributedOptimizer:
-    """AdamW or SGD on the shards of a parallel model.
+    """AdamW or SGD on the slices of a parallel model.
 
     :param data_parallel: what ``parallelize`` returned.
     """
 
     def __init__(self, data_parallel: ParallelModel, mesh: Mesh, config: OptimConfig) -> None:
         self.data_parallel, self.mesh, self.config = data_parallel, mesh, config
-        self.shards = data_parallel.shards
+        self.slices = data_parallel.slices
         self.adam = config.name == "adamw"
-        self.exp_avgs = [torch.zeros_like(shard.main) for shard in self.shards if self.adam]
-        self.exp_avg_sqs = [torch.zeros_like(shard.main) for shard in self.shards if self.adam]
+        moments = self.slices if self.adam else []
+        self.exp_avgs = [torch.zeros_like(part.main) for part in moments]
+        self.exp_avg_sqs = [torch.zeros_like(part.main) for part in moments]
         self.step_count = torch.zeros((), dtype=torch.float32, device=mesh.device)
         """Steps applied: Adam's t. A skipped step does not count."""
-        self._groups = [self._indices(decayed=True), self._indices(decayed=False)]
+        self._decay_groups = [self._groups_of(part) for part in self.slices]
 
     @torch.no_grad()
-    def step(self, lr: float, extra: Tensor | None = None) -> StepResult:
+    def step(
+        self, lr: float, extra: Tensor | None = None, judge: Judge | None = None
+    ) -> StepResult:
         """Run all phases after the last backward of a window.
 
         :param lr: learning rate of this step.
         :param extra: values to sum over all ranks in the same all-reduce as the norm.
+        :param judge: may skip a step whose norm is finite, equally on every rank.
         """
         self.data_parallel.reduce()
-        grads = [shard.gradient() for shard in self.shards]
-        result = self._norm(grads, extra)
-        self._step(grads, lr, result)
-        self.data_parallel.gather()
+        result = self._norm(extra, judge)
+        scalars = self._scalars(lr, result)
+        for index in range(len(self.slices)):
+            self._step(index, scalars)
+            self.data_parallel.gather(index)
         return result
 
-    def _norm(self, grads: list[Tensor], extra: Tensor | None) -> StepResult:
-        norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
-        squares = torch.stack(norms).square() if norms else torch.zeros(0, dtype=torch.float64)
-        total = squares.to(self.mesh.device).sum(dim=0, keepdim=True)
+    def _norm(self, extra: Tensor | None, judge: Judge | None) -> StepResult:
+        gradients = [
+            shard.of(gradient)
+            for part in self.slices
+            for gradient in [part.gradient()]
+            for shard in part.shards
+        ]
+        by_shard = squares(gradients)
+        total = by_shard.to(self.mesh.device).sum(dim=0, keepdim=True)
         more = total.new_zeros(0) if extra is None else extra.to(torch.float64)
         control = torch.cat([total, more])
         collectives.all_reduce(control, self.mesh.control, kind="control")
-        grad_norm = control[0].sqrt()
-        return StepResult(grad_norm, grad_norm.isfinite(), control[1:], squares)
+        grad_norm, sums = control[0].sqrt(), control[1:]
+        applied = grad_norm.isfinite()
+        if judge is not None:
+            applied = applied & judge(grad_norm, sums)
+        return StepResult(grad_norm, applied, sums, by_shard)
 
-    def _step(self, grads: list[Tensor], lr: float, result: StepResult) -> None:
+    def _scalars(self, lr: float, result: StepResult) -> StepScalars:
         limit = self.config.max_grad_norm
         ratio = result.grad_norm / limit if limit else torch.zeros_like(result.grad_norm)
-        scalars = StepScalars(
-            lr=lr, divisor=ratio.clamp(min=1).float(), skip=(~result.applied).float()
-        )
         self.step_count += result.applied
-        decays = (self.config.weight_decay, 0.0)
-        for indices, weight_decay in zip(self._groups, decays, strict=True):
-            mains = [self.shards[i].main for i in indices]
-            members = [grads[i] for i in indices]
-            if not self.adam:
-                sgd_(mains, members, scalars, weight_decay)
-            elif mains:
-                exp_avgs = [self.exp_avgs[i] for i in indices]
-                exp_avg_sqs = [self.exp_avg_sqs[i] for i in indices]
-                steps = [self.step_count] * len(indices)
-                adamw_(
-                    mains, members, exp_avgs, exp_avg_sqs, steps, scalars, self.config, weight_decay
-                )
+        return StepScalars(
+            lr=lr,
+            divisor=ratio.clamp(min=1).float(),
+            skip=(~result.applied).float(),
+            step=self.step_count,
+        )
 
-    def _indices(self, *, decayed: bool) -> list[int]:
-        return [i for i, shard in enumerate(self.shards) if self._decays(shard) == decayed]
+    def _step(self, index: int, scalars: StepScalars) -> None:
+        part, groups = self.slices[index], self._decay_groups[index]
+        gradient = part.gradient()
+        if not self.adam:
+            sgd_(part.main, gradient, part.model, groups, scalars)
+            return
+        state = SliceState(
+            main=part.main,
+            grad=gradient,
+            exp_avg=self.exp_avgs[index],
+            exp_avg_sq=self.exp_avg_sqs[index],
+            model=part.model,
+        )
+        adamw_(state, groups, scalars, self.config)
 
-    def _decays(self, shard: ParameterShard) -> bool:
-        return not any(fnmatchcase(shard.name, pattern) for pattern in self.config.no_decay)
+    def _groups_of(self, part: MainSlice) -> list[DecayGroup]:
+        """The ranges of a slice with and without decay."""
+        groups = [DecayGroup(self.config.weight_decay, []), DecayGroup(0.0, [])]
+        last: DecayGroup | None = None
+        for shard in part.shards:
+            group, end = groups[self._is_free(shard.name)], shard.start + shard.numel
+            if group is last:  # one range with the padding between, which stays zero
+                group.ranges[-1] = (group.ranges[-1][0], end)
+            else:
+                group.ranges.append((shard.start, end))
+            last = group
+        return [group for group in groups if group.ranges]
+
+    def _is_free(self, name: str) -> bool:
+        """Whether a parameter has no decay."""
+        return any(fnmatchcase(name, pattern) for pattern in self.config.no_decay)

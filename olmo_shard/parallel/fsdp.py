@@ -14,9 +14,11 @@ from olmo_shard.config.root import fills_all
 from olmo_shard.distributed.mesh import Mesh
 from olmo_shard.nn.experts import RoutedExperts
 from olmo_shard.nn.transformer import Block
+from olmo_shard.parallel import fsdp_comm
 from olmo_shard.parallel.shards import (
     InitialValue,
     LogicalParameter,
+    MainSlice,
     ParallelModel,
     ParameterShard,
 )
@@ -45,17 +47,18 @@ class FSDPModel(ParallelModel):
         for module in self.modules:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+        fsdp_comm.set_up(model, mesh.device)
         model.to_empty(device=mesh.device)
-        self.shards = []
+        self.slices = []
         self._parameters: list[nn.Parameter] = []
         for logical in parameters:
             parameter = model.get_parameter(logical.name)
             assert isinstance(parameter, DTensor)
             self._parameters.append(parameter)
-            shard = _shard(logical, parameter)
-            if shard.main.numel():
-                _fill(shard, logical, initial(logical).flatten())
-            self.shards.append(shard)
+            part = _slice(logical, parameter)
+            if part.main.numel():
+                _fill(part, logical, initial(logical).flatten())
+                self.slices.append(part)
 
     def begin_window(self) -> None:
         # Not model.zero_grad: while weights are gathered, as after an evaluation in ``window``, the
@@ -73,8 +76,11 @@ class FSDPModel(ParallelModel):
     def reduce(self) -> None:
         """FSDP2 has reduced in backward."""
 
-    def gather(self) -> None:
-        """FSDP2 gathers before each forward; what an evaluation left gathered is stale now."""
+    def gather(self, index: int) -> None:
+        """FSDP2 gathers before each forward."""
+
+    def wait(self) -> None:
+        """Drop what is gathered, since the shards are about to be read or written."""
         for module in self.modules:
             module.reshard()
 
@@ -108,7 +114,7 @@ def _fully_shard(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> None:
     fully_shard(model, mesh=dense, mp_policy=policy, reshard_after_forward=False)
 
 
-def _shard(logical: LogicalParameter, parameter: DTensor) -> ParameterShard:
+def _slice(logical: LogicalParameter, parameter: DTensor) -> MainSlice:
     local = parameter.to_local().detach()
     assert local.is_contiguous()
 
@@ -119,13 +125,11 @@ def _shard(logical: LogicalParameter, parameter: DTensor) -> ParameterShard:
         assert isinstance(grad, DTensor)
         return grad.to_local().view(-1)
 
-    return ParameterShard(
-        name=logical.name,
-        shape=logical.shape,
-        chunks=_chunks(logical, parameter),
-        main=local.view(-1),
-        gradient=gradient,
+    shard = ParameterShard(
+        name=logical.name, shape=logical.shape, chunks=_chunks(logical, parameter), start=0
     )
+    main = local.view(-1)
+    return MainSlice(main=main, model=main, gradient=gradient, shards=(shard,))
 
 
 def _chunks(logical: LogicalParameter, parameter: DTensor) -> tuple[tuple[int, int], ...]:
@@ -143,7 +147,8 @@ def _chunks(logical: LogicalParameter, parameter: DTensor) -> tuple[tuple[int, i
     return tuple((base + index * stride, length * inner) for index in outer if length)
 
 
-def _fill(shard: ParameterShard, logical: LogicalParameter, value: Tensor) -> None:
+def _fill(part: MainSlice, logical: LogicalParameter, value: Tensor) -> None:
     base = logical.local_offset
-    parts = [value[start - base : start - base + length] for start, length in shard.chunks]
-    shard.main.copy_(torch.cat(parts))
+    chunks = part.shards[0].chunks
+    parts = [value[start - base : start - base + length] for start, length in chunks]
+    part.main.copy_(torch.cat(parts))

@@ -35,17 +35,37 @@ InitialValue = Callable[[LogicalParameter], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterShard:
-    """The part of a parameter that this rank alone owns and updates."""
+    """The part of a parameter that this rank alone owns, as a range of a main slice."""
 
     name: str
     shape: torch.Size
     """Of the logical parameter."""
     chunks: tuple[tuple[int, int], ...]
-    """(offset, length) in the flattened logical parameter; ``main`` is their concatenation."""
+    """(offset, length) in the flattened logical parameter; the range is their concatenation."""
+    start: int
+    """In the main slice."""
+
+    @property
+    def numel(self) -> int:
+        return sum(length for _, length in self.chunks)
+
+    def of(self, flat: Tensor) -> Tensor:
+        """This shard's range of a tensor as long as its main slice."""
+        return flat[self.start : self.start + self.numel]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MainSlice:
+    """Main weights that this rank alone owns and the optimizer updates in one go."""
+
     main: Tensor
-    """FP32 [n]: the main weights."""
+    """FP32 [n]."""
+    model: Tensor
+    """[n] in compute precision: the same values in the model; ``main`` itself in FP32."""
     gradient: Callable[[], Tensor]
     """FP32 [n]: valid after ``reduce``."""
+    shards: tuple[ParameterShard, ...]
+    """In order; what lies between them is padding, zero for ever."""
 
 
 class ParallelModel(ABC):
@@ -56,7 +76,8 @@ class ParallelModel(ABC):
     """
 
     model: nn.Module
-    shards: list[ParameterShard]
+    slices: list[MainSlice]
+    """In the order in which forward needs the weights."""
 
     @abstractmethod
     def begin_window(self) -> None:
@@ -68,8 +89,19 @@ class ParallelModel(ABC):
 
     @abstractmethod
     def reduce(self) -> None:
-        """Sum the window's gradients over the ranks, into the shards."""
+        """Sum the window's gradients over the ranks, into the slices."""
 
     @abstractmethod
-    def gather(self) -> None:
-        """Bring the updated main weights of all ranks into every rank's model."""
+    def gather(self, index: int) -> None:
+        """Start to bring a slice's updated weights into every rank's model.
+
+        A forward waits for them where it needs them.
+        """
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait for all gathers: before anything but a forward reads or writes the weights."""
+
+    def shards(self) -> list[ParameterShard]:
+        """All parts of parameters that this rank owns, slice by slice."""
+        return [shard for part in self.slices for shard in part.shards]

@@ -48,6 +48,7 @@ class Checkpointer:
         :param keep: complete checkpoints to keep, null for all.
         :raises TrainingError: on every rank, where one of them cannot write.
         """
+        self.optimizer.data_parallel.wait()
         final = folders.folder_of(run_dir, train.step)
         partial = on_first_rank(self.control, lambda: folders.begin(final))
         try:
@@ -88,6 +89,8 @@ class Checkpointer:
 
     def _load(self, path: Path, *, with_optimizer: bool) -> folders.SavedState:
         state = on_first_rank(self.control, lambda: self._checked_state(path, with_optimizer))
+        data_parallel = self.optimizer.data_parallel
+        data_parallel.wait()
         try:
             dcp.load(
                 self._tensors(with_optimizer=with_optimizer),
@@ -96,26 +99,25 @@ class Checkpointer:
             )
         except CheckpointException as error:
             raise CheckpointError(f"cannot load {path}: {_first_cause(error)}") from error
-        self.optimizer.data_parallel.gather()
+        for index, part in enumerate(data_parallel.slices):
+            part.model.copy_(part.main)
+            data_parallel.gather(index)
         return state
 
     def _tensors(self, *, with_optimizer: bool) -> dict[str, Tensor]:
         """Whatever this rank owns, by its key in the checkpoint."""
         found: dict[str, Tensor] = {}
         optimizer = self.optimizer
-        for index, shard in enumerate(optimizer.shards):
-            if not shard.chunks:
-                continue
-            parts = {"model": shard.main}
+        for index, part in enumerate(optimizer.slices):
+            flats = {"model": part.main}
             if with_optimizer and optimizer.adam:
-                parts |= {
-                    "exp_avg": optimizer.exp_avgs[index],
-                    "exp_avg_sq": optimizer.exp_avg_sqs[index],
-                }
-            for kind, local in parts.items():
-                found[f"{kind}.{shard.name}"] = LogicalTensor.of(
-                    local, shard.chunks, shard.shape.numel()
-                )
+                flats["exp_avg"] = optimizer.exp_avgs[index]
+                flats["exp_avg_sq"] = optimizer.exp_avg_sqs[index]
+            for shard in part.shards:
+                for kind, flat in flats.items():
+                    found[f"{kind}.{shard.name}"] = LogicalTensor.of(
+                        shard.of(flat), shard.chunks, shard.shape.numel()
+                    )
         for name, buffer in self.model.named_buffers():
             if with_optimizer or name.endswith("expert_bias"):
                 found[f"buffer.{name}"] = buffer
@@ -134,7 +136,7 @@ class Checkpointer:
 
     def _logical_shapes(self) -> dict[str, torch.Size]:
         """Of every parameter of the run (a rank may own no part of some)."""
-        own = {shard.name: shard.shape for shard in self.optimizer.shards}
+        own = {shard.name: shard.shape for shard in self.optimizer.data_parallel.shards()}
         merged: dict[str, torch.Size] = {}
         for shapes in collectives.gather_objects(own, self.control):
             assert isinstance(shapes, dict)

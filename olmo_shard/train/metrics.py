@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from olmo_shard.config import Config
-from olmo_shard.distributed import collectives
+from olmo_shard.distributed.traffic import StepTraffic
 from olmo_shard.nn.flops import flops_per_token, peak_flops
 from olmo_shard.train.records import Record
 from olmo_shard.train.state import TrainState
@@ -35,14 +35,13 @@ class StepMeter:
         self._flops = flops_per_token(config.model, config.data.sequence_length)
         peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self._peak = peak * world_size if peak else None
-        # FSDP2's own collectives are not counted: no figure rather than a part of one.
-        self._counts_bytes = config.parallel.mode == "ddp"
+        # FSDP2 waits on streams of its own there, which nobody can time from outside.
+        self._times_waits = config.parallel.mode == "ddp" or device.type == "cpu"
         self.restart()
 
     def restart(self) -> None:
-        """Leave out the time and bytes since the last record (evaluation, checkpoint)."""
+        """Leave out the time since the last record (evaluation, checkpoint)."""
         self._last = time.perf_counter()
-        self._last_bytes = collectives.traffic.bytes.total()
 
     def record(self, pending: PendingStep, state: TrainState) -> Record:
         """A step's record, from tensors that are ready and a state that counts it already."""
@@ -50,7 +49,6 @@ class StepMeter:
         tokens = int(output.tokens)
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
-        before, self._last_bytes = self._last_bytes, collectives.traffic.bytes.total()
         rate = tokens / seconds
         divisor = max(1, tokens)
         return {
@@ -63,12 +61,25 @@ class StepMeter:
             "step_seconds": seconds,
             "tokens_per_second": rate,
             "mfu": rate * self._flops / self._peak if self._peak else None,
-            "wire_bytes": self._last_bytes - before if self._counts_bytes else None,
+            **self._communication(output.traffic),
             "skipped_steps": state.skipped_steps,
             "memory_bytes": peak_memory_bytes(self.device),
             **self._losses(output, divisor),
             **_loads(output),
         }
+
+    def _communication(self, traffic: StepTraffic) -> Record:
+        """Of this rank: bytes sent, and seconds that computation waited for collectives."""
+        found: Record = {
+            "wire_bytes": traffic.bytes.total(),
+            "wire_bytes_by_kind": dict(traffic.bytes),
+            "exposed_seconds": None,
+        }
+        if self._times_waits:
+            seconds = traffic.exposed_seconds()
+            found["exposed_seconds"] = sum(seconds.values())
+            found["exposed_seconds_by_kind"] = seconds
+        return found
 
     def _losses(self, output: StepOutput, divisor: int) -> Record:
         """Auxiliary losses: raw means, and what they add to the objective."""

@@ -17,6 +17,8 @@ class TrainState(BaseModel):
     """Tokens with a label trained on, over all ranks."""
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
+    spike_window: list[list[float]] = Field(default_factory=lambda: [[], []])
+    """Losses and gradient norms that train.skip_spikes compares with, as of the checkpoint."""
     tracker_run_id: str | None = None
     tracker_segments: list[str] = Field(default_factory=list)
     """Folders of offline W&B segments, oldest first."""

@@ -13,10 +13,12 @@ from torch import Tensor
 from olmo_shard.data.loader import MicroBatch
 from olmo_shard.distributed import collectives
 from olmo_shard.distributed.mesh import Mesh
+from olmo_shard.distributed.traffic import StepTraffic, traffic
 from olmo_shard.nn.moe import MoE
 from olmo_shard.nn.router import update_after_step
 from olmo_shard.nn.transformer import ModelOutput, Transformer
-from olmo_shard.optim.sharded import DistributedOptimizer
+from olmo_shard.optim.sharded import DistributedOptimizer, StepResult
+from olmo_shard.optim.spikes import SpikeFilter
 
 
 class StepSums(NamedTuple):
@@ -70,13 +72,26 @@ class StepOutput(NamedTuple):
     """Of this rank alone."""
     squares: Tensor
     """FP64 [shards]: this rank's part of the squared norm, by shard."""
+    limits: Tensor
+    """FP64 [2]: loss and gradient norm above which the step was to be skipped."""
+    traffic: StepTraffic
+    """What this rank sent and waited for."""
 
 
 class TrainStep:
-    """Runs windows through a parallel model."""
+    """Runs windows through a parallel model.
 
-    def __init__(self, model: Transformer, optimizer: DistributedOptimizer, mesh: Mesh) -> None:
-        self.model, self.optimizer, self.mesh = model, optimizer, mesh
+    :param spikes: skips steps with a spike; null: only those whose norm is not finite.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        optimizer: DistributedOptimizer,
+        mesh: Mesh,
+        spikes: SpikeFilter | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.mesh, self.spikes = model, optimizer, mesh, spikes
         self.routers = model.routers()
         modules = model.named_modules()
         self._moe_layers = [name for name, module in modules if isinstance(module, MoE)]
@@ -88,6 +103,10 @@ class TrainStep:
         :param window: this rank's micro-batches, on the device.
         :param lr: learning rate of this step.
         """
+        with traffic.stretch() as sent:
+            return self._run(window, lr, sent)
+
+    def _run(self, window: list[MicroBatch], lr: float, sent: StepTraffic) -> StepOutput:
         data_parallel = self.optimizer.data_parallel
         # One divisor for the whole window, fixed before the first backward.
         tokens = torch.stack([micro_batch.num_labelled() for micro_batch in window]).sum()
@@ -103,7 +122,8 @@ class TrainStep:
             window_sums.append(StepSums.of(output))
         like = window_sums[0]
         local = torch.stack([sums.packed() for sums in window_sums]).sum(dim=0)
-        result = self.optimizer.step(lr, local)
+        limits = torch.full((2,), torch.inf) if self.spikes is None else self.spikes.limits()
+        result = self._step(lr, local, divisor)
         global_sums = like.unpacked(result.sums)
         update_after_step(self.routers, global_sums.counts_LE, result.applied)
         return StepOutput(
@@ -114,10 +134,42 @@ class TrainStep:
             bias_range_L=self._bias_range(),
             local_sums=like.unpacked(local),
             squares=result.squares,
+            limits=limits,
+            traffic=sent,
         )
 
-    def non_finite_cause(self, output: StepOutput) -> str:
-        """Where a skipped step first went wrong; collective. For a message, so it may wait."""
+    def _step(self, lr: float, local: Tensor, divisor: Tensor) -> StepResult:
+        spikes = self.spikes
+        if spikes is None:
+            return self.optimizer.step(lr, local)
+
+        def judge(grad_norm: Tensor, sums: Tensor) -> Tensor:
+            # The first of the sums is the cross-entropy.
+            return spikes.judge(torch.stack([sums[0] / divisor, grad_norm]))
+
+        return self.optimizer.step(lr, local, judge)
+
+    def skip_cause(self, output: StepOutput) -> str:
+        """Why a step was skipped; collective. For a message, so it may wait."""
+        if math.isfinite(float(output.grad_norm)):
+            return self._spike(output)
+        return f"gradient norm {float(output.grad_norm)}; {self._non_finite_cause(output)}"
+
+    def _spike(self, output: StepOutput) -> str:
+        assert self.spikes is not None
+        config = self.spikes.config
+        loss = float(output.sums.cross_entropy / output.tokens.clamp(min=1))
+        figures = {"loss": loss, "gradient norm": float(output.grad_norm)}
+        above = [
+            f"{name} {value:.4g} is above {limit:.4g}"
+            for (name, value), limit in zip(figures.items(), output.limits.tolist(), strict=True)
+            if not value <= limit
+        ]
+        rule = f"mean + {config.sigmas:g} standard deviations of the last {config.window} steps"
+        return f"{' and '.join(above)}, {rule}"
+
+    def _non_finite_cause(self, output: StepOutput) -> str:
+        """Where a value that is not finite first came up."""
         z_loss_L = output.local_sums.router_z_loss_L
         in_forward = [
             f"the router of {name}"
@@ -127,7 +179,7 @@ class TrainStep:
         if not math.isfinite(float(output.local_sums.cross_entropy)):
             in_forward.append("the cross-entropy")
         finite = output.squares.isfinite().tolist()
-        shards = self.optimizer.shards
+        shards = self.optimizer.data_parallel.shards()
         bad = {shard.name for shard, fine in zip(shards, finite, strict=True) if not fine}
         # Backward runs from the last parameter to the first.
         in_backward = [name for name in reversed(self._parameters) if name in bad]

@@ -62,6 +62,7 @@ class Trainer:
                 if self._due(self.config.checkpoint.every):
                     self._save()
             self._report()
+            self.optimizer.data_parallel.wait()
             return [line for callback in self.callbacks for line in callback.on_end()]
         except BaseException:
             self._notify(lambda callback: callback.on_failure())
@@ -71,6 +72,8 @@ class Trainer:
         """Go on from a checkpoint; collective."""
         saved = self.checkpointer.load(path)
         self.state = saved.train
+        if self.train_step.spikes is not None:
+            self.train_step.spikes.load_state(self.state.spike_window)
         self.loader.load_state(saved.loader)
 
     def _step(self) -> None:
@@ -98,8 +101,8 @@ class Trainer:
             self._explain_skip(record, pending)
 
     def _explain_skip(self, record: Record, pending: PendingStep) -> None:
-        cause = self.train_step.non_finite_cause(pending.output)
-        message = f"step {record['step']} skipped: gradient norm {record['grad_norm']}; {cause}"
+        cause = self.train_step.skip_cause(pending.output)
+        message = f"step {record['step']} skipped: {cause}"
         self._notify(lambda callback: callback.on_note(message))
         limit = self.config.train.max_skipped_steps
         if self.state.skipped_in_a_row > limit:
@@ -120,6 +123,8 @@ class Trainer:
 
     def _save(self) -> None:
         self._report()
+        if self.train_step.spikes is not None:
+            self.state.spike_window = self.train_step.spikes.state()
         keep = self.config.checkpoint.keep_last
         path = self.checkpointer.save(self.run_dir, self.state, self.loader.state, keep)
         self._notify(lambda callback: callback.on_checkpoint(path))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from olmo_shard.distributed import collectives
 from olmo_shard.distributed.failure import first_cause, is_lost_peer, read_failure
 from olmo_shard.distributed.runtime import Runtime
+from olmo_shard.distributed.traffic import traffic
 from tests.support.ranks import mesh_of
 
 
@@ -17,14 +18,13 @@ def reduce_scatter_case(rank: Runtime) -> tuple[list[float], list[float], int]:
     group = mesh_of(rank).bulk
     flat = torch.arange(6.0) + 10 * rank.rank
     own = flat[2 * rank.rank : 2 * rank.rank + 2]
-    before = collectives.traffic.bytes["test"]
-    collectives.reduce_scatter(own, flat, group, kind="test")
-    sent = collectives.traffic.bytes["test"] - before
+    before = traffic.bytes["test"]
+    collectives.reduce_scatter_start(own, flat, group, kind="test").wait()
+    sent = traffic.bytes["test"] - before
     gathered = torch.zeros(6)
     gathered[2 * rank.rank : 2 * rank.rank + 2] = own
-    collectives.all_gather(
-        gathered, gathered[2 * rank.rank : 2 * rank.rank + 2], group, kind="test"
-    )
+    slot = gathered[2 * rank.rank : 2 * rank.rank + 2]
+    collectives.all_gather_start(gathered, slot, group, kind="test").wait()
     return own.tolist(), gathered.tolist(), sent
 
 
@@ -34,6 +34,94 @@ def test_reduce_scatter_then_all_gather_in_place(ranks):
     assert [own for own, _, _ in results] == [whole[0:2], whole[2:4], whole[4:6]]
     assert all(gathered == whole for _, gathered, _ in results)
     assert [sent for _, _, sent in results] == [16, 16, 16]  # 4 of 6 FP32 elements
+
+
+def rounded_case(rank: Runtime, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """This rank's slice of a sum that travels in bf16, its own values, bytes sent."""
+    group = mesh_of(rank).bulk
+    generator = torch.Generator().manual_seed(rank.rank)
+    flat = torch.randn(3 * 40_000, generator=generator) * 10 ** torch.linspace(-30, 30, 3 * 40_000)
+    flat = flat.to(dtype)
+    output = torch.full((40_000,), torch.nan)
+    before = traffic.bytes["test"]
+    collectives.reduce_scatter_start(
+        output, flat, group, kind="test", wire_dtype=torch.bfloat16
+    ).wait()
+    return output, flat, traffic.bytes["test"] - before
+
+
+def test_a_sum_over_a_bf16_wire_is_off_by_one_rounding_of_each_value(ranks):
+    """The stated bound, element by element, over 60 orders of magnitude; half the bytes."""
+    results = ranks(3).run(rounded_case, torch.float32)
+    values = torch.stack([flat for _, flat, _ in results]).double()
+    found = torch.cat([output for output, _, _ in results]).double()
+    bound = 2**-8 * values.abs().sum(dim=0) * (1 + 1e-6)
+    error = (found - values.sum(dim=0)).abs()
+    assert (error <= bound).all()
+    assert (error > bound / 4).any(), "the bound is not tight"
+    assert [sent for _, _, sent in results] == [2 * 40_000 * 2] * 3
+
+
+def test_bf16_values_are_summed_in_fp32(ranks):
+    results = ranks(3).run(rounded_case, torch.bfloat16)
+    values = torch.stack([flat for _, flat, _ in results]).double()
+    found = torch.cat([output for output, _, _ in results]).double()
+    error = (found - values.sum(dim=0)).abs()
+    assert (error <= 2**-22 * values.abs().sum(dim=0)).all()
+
+
+def many_case(rank: Runtime) -> list[list[float]]:
+    """Six collectives of two kinds under way at once on one group, awaited out of order."""
+    group = mesh_of(rank).bulk
+    works, outputs = [], []
+    for index in range(3):
+        flat = torch.arange(4.0) + 10 * rank.rank + 100 * index
+        summed, gathered = torch.zeros(2), torch.zeros(4)
+        own = torch.full((2,), float(rank.rank + 10 * index))
+        works.append(collectives.reduce_scatter_start(summed, flat, group, kind="test"))
+        works.append(collectives.all_gather_start(gathered, own, group, kind="test"))
+        outputs += [summed, gathered]
+    for work in reversed(works):
+        work.wait()
+        work.wait()
+    return [output.tolist() for output in outputs]
+
+
+def test_several_are_under_way_at_once(ranks):
+    first, second = ranks(2).run(many_case)
+    for index in range(3):
+        base = 200.0 * index + 10
+        assert first[2 * index] == [base, base + 2]
+        assert second[2 * index] == [base + 4, base + 6]
+        assert (
+            first[2 * index + 1]
+            == second[2 * index + 1]
+            == [10.0 * index] * 2 + [1 + 10.0 * index] * 2
+        )
+
+
+def exposed_case(rank: Runtime) -> tuple[float, float, dict[str, int]]:
+    """Rank 1 comes 0.3 s late: the wait of rank 0, and its bytes, in a stretch of their own."""
+    group = mesh_of(rank).bulk
+    with traffic.stretch() as stretch:
+        time.sleep(0.3 if rank.rank == 1 else 0)
+        collectives.all_reduce(torch.ones(4), group, kind="late")
+    collectives.all_reduce(torch.ones(4), group, kind="after")
+    with traffic.stretch() as hidden:
+        flat = torch.ones(4)
+        work = collectives.all_gather_start(flat, flat[:2], group, kind="hidden")
+        time.sleep(0.2)
+        work.wait()
+    late, quick = stretch.exposed_seconds(), hidden.exposed_seconds()
+    assert late.keys() == {"late"}
+    return late["late"], quick["hidden"], dict(stretch.bytes)
+
+
+def test_waiting_is_timed_and_what_overlaps_is_not(ranks):
+    (waited, hidden, sent), (late, _, _) = ranks(2).run(exposed_case)
+    assert waited > 0.2 > late
+    assert hidden < 0.15
+    assert sent == {"late": 16}
 
 
 def groups_case(rank: Runtime) -> tuple[list[int], list[int], list[bool]]:

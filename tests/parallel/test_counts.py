@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from olmo_shard.distributed import collectives
 from olmo_shard.distributed.runtime import Runtime
+from olmo_shard.distributed.traffic import traffic
 from tests.support.tiny import build, model_config, moe_layer, train
 
 MOE_LAYERS = 2
@@ -17,9 +17,9 @@ def calls_case(rank: Runtime, parallel: dict[str, Any], micro: int) -> dict[str,
     """Calls by kind of one step, counted where olmo_shard makes them."""
     step = build(rank, model_config(), parallel, {"name": "adamw"})
     train(step, rank, 1, micro)
-    before = Counter(collectives.traffic.calls)
+    before = Counter(traffic.calls)
     train(step, rank, 1, micro, start=1)
-    return dict(collectives.traffic.calls - before)
+    return dict(traffic.calls - before)
 
 
 def backend_calls_case(rank: Runtime, parallel: dict[str, Any], micro: int) -> dict[str, int]:
@@ -54,32 +54,36 @@ def test_four_row_exchanges_a_layer_and_micro_batch(ranks, micro, recompute, ext
     assert (calls["tokens"], calls["control"]) == (1, 1)
 
 
-def test_no_collective_is_made_behind_the_counter(ranks):
-    parallel = {"expert_parallel": 2}
-    own = ranks(2).run(calls_case, parallel, 4)[0]
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"expert_parallel": 2},
+        {"mode": "fsdp"},
+        {"mode": "fsdp", "fsdp": {"reshard": "window"}, "expert_parallel": 2},
+        {"mode": "fsdp", "activation_checkpointing": "full"},
+    ],
+)
+def test_no_collective_is_made_behind_the_counter(ranks, parallel):
+    own = Counter(ranks(2).run(calls_case, parallel, 4)[0])
     seen = ranks(2).run(backend_calls_case, parallel, 4)[0]
-    # With EP 2 on two ranks the experts have no peer, and only dense buckets are reduced.
-    assert sum(seen.values()) == sum(own.values()), seen
-    assert seen["allreduce_"] == own["tokens"] + own["control"]
-    assert seen["alltoall_base_"] == own["rows"] + own["counts"] + own["reduce"]
+    # On two ranks a bucket is one send and one receive, on gloo.
+    buckets = own["reduce"] + own["gather"]
+    assert seen.pop("send") == seen.pop("recv_") == buckets > 0
+    assert seen.pop("allreduce_") == own["tokens"] + own["control"]
+    assert sum(seen.values()) == own["rows"] + own["counts"], seen
 
 
 def test_fsdp_window_reduces_as_often_with_eight_micro_batches_as_with_one(ranks):
     parallel = {"mode": "fsdp", "fsdp": {"reshard": "window"}}
-    one = ranks(2).run(fsdp_reductions_case, parallel, 8)[0]
-    eight = ranks(2).run(fsdp_reductions_case, parallel, 1)[0]
-    assert one == eight > 0
+    one = ranks(2).run(calls_case, parallel, 8)[0]
+    eight = ranks(2).run(calls_case, parallel, 1)[0]
+    assert one["reduce"] == eight["reduce"] > 0
 
 
 def test_fsdp_forward_reduces_every_micro_batch(ranks):
     parallel = {"mode": "fsdp", "fsdp": {"reshard": "forward"}}
-    one = ranks(2).run(fsdp_reductions_case, parallel, 8)[0]
-    assert ranks(2).run(fsdp_reductions_case, parallel, 1)[0] == 8 * one
-
-
-def fsdp_reductions_case(rank: Runtime, parallel: dict[str, Any], micro: int) -> int:
-    calls = backend_calls_case(rank, parallel, micro)
-    return sum(count for name, count in calls.items() if "reduce_scatter" in name)
+    one = ranks(2).run(calls_case, parallel, 8)[0]
+    assert ranks(2).run(calls_case, parallel, 1)[0]["reduce"] == 8 * one["reduce"]
 
 
 def payload_case(rank: Runtime, parallel: dict[str, Any]) -> tuple[int, int]:
@@ -97,9 +101,9 @@ def payload_case(rank: Runtime, parallel: dict[str, Any]) -> tuple[int, int]:
         return original(x_TD, topk_idx_TK, weights_TK)
 
     dispatcher.start = start  # type: ignore[method-assign]
-    before = collectives.traffic.bytes["rows"]
+    before = traffic.bytes["rows"]
     train(step, rank, 1, 4)
-    return collectives.traffic.bytes["rows"] - before, sum(pairs)
+    return traffic.bytes["rows"] - before, sum(pairs)
 
 
 def test_payload_is_the_distinct_pairs_of_token_and_remote_rank(ranks):

@@ -10,7 +10,7 @@ from olmo_shard.config import ParallelConfig
 from olmo_shard.distributed.runtime import Runtime
 from olmo_shard.errors import ConfigurationError, TrainingError
 from olmo_shard.nn.transformer import Transformer
-from olmo_shard.parallel import ddp
+from olmo_shard.parallel import flat_space
 from olmo_shard.parallel.apply import parallelize
 from olmo_shard.parallel.ddp import DDPModel
 from olmo_shard.parallel.expert import spread_experts
@@ -45,19 +45,16 @@ def main_weights_case(rank: Runtime) -> None:
     step = build(rank, model_config(), BF16, {"name": "adamw"})
     train(step, rank, 3, 2, lr=1e-3)
     optimizer = step.optimizer
-    for state in (*optimizer.exp_avgs, *optimizer.exp_avg_sqs, *(s.main for s in optimizer.shards)):
+    for state in (
+        *optimizer.exp_avgs,
+        *optimizer.exp_avg_sqs,
+        *(part.main for part in optimizer.slices),
+    ):
         assert state.dtype == torch.float32
-    data_parallel = optimizer.data_parallel
-    assert isinstance(data_parallel, DDPModel)
     differing = 0
-    for space in data_parallel.spaces:
-        for bucket, main in zip(space.buckets, space.mains, strict=True):
-            start, end = bucket.slice_of(space.group.rank(), space.group.size())
-            model = space.weights[start:end]
-            assert torch.equal(model, main.bfloat16()), (
-                "model weights are not the rounded main ones"
-            )
-            differing += int((model.float() != main).sum())
+    for part in optimizer.slices:
+        assert torch.equal(part.model, part.main.bfloat16()), "not the rounded main weights"
+        differing += int((part.model.float() != part.main).sum())
     assert differing > 1000, "main weights hold no more than the bf16 ones"
     for router in step.routers:
         assert router.expert_bias.dtype == router.lagged_counts.dtype == torch.float32
@@ -70,6 +67,7 @@ def test_bf16_keeps_fp32_main_weights_and_moments(ranks):
 def replicas_case(rank: Runtime) -> dict[str, list[float]]:
     step = build(rank, model_config(), {"expert_parallel": 2}, {"name": "adamw"})
     train(step, rank, 2, 4, lr=1e-2)
+    step.optimizer.data_parallel.wait()
     return {name: p.flatten().tolist() for name, p in step.model.named_parameters()}
 
 
@@ -110,7 +108,11 @@ def unused_case(rank: Runtime) -> list[list[Any]]:
     head = model.first if rank.rank == 0 else model.second
     head(torch.full((1, 5), rank.rank + 1.0)).sum().backward()
     data_parallel.reduce()
-    return [[shard.name, *shard.gradient().tolist()] for shard in data_parallel.shards]
+    return [
+        [shard.name, *shard.of(part.gradient()).tolist()]
+        for part in data_parallel.slices
+        for shard in part.shards
+    ]
 
 
 def test_parameters_that_a_rank_does_not_use_count_as_zero(ranks):
@@ -122,12 +124,12 @@ def test_parameters_that_a_rank_does_not_use_count_as_zero(ranks):
 
 
 def fallback_case(rank: Runtime, has_grad_dtype: bool) -> list[float]:
-    original, ddp.HAS_GRAD_DTYPE = ddp.HAS_GRAD_DTYPE, has_grad_dtype
+    original, flat_space.HAS_GRAD_DTYPE = flat_space.HAS_GRAD_DTYPE, has_grad_dtype
     try:
         step = build(rank, model_config(), BF16, {"name": "sgd"})
         outputs = train(step, rank, 2, 2)
     finally:
-        ddp.HAS_GRAD_DTYPE = original
+        flat_space.HAS_GRAD_DTYPE = original
     return [float(output.grad_norm) for output in outputs]
 
 
@@ -141,9 +143,8 @@ def bytes_case(rank: Runtime, dtype: str) -> tuple[int, int, int, int]:
     train(step, rank, 1, 4)
     optimizer, data_parallel = step.optimizer, step.optimizer.data_parallel
     assert isinstance(data_parallel, DDPModel)
-    tensors = [
-        t for space in data_parallel.spaces for t in (space.weights, space.grads, *space.mains)
-    ]
+    tensors = [t for space in data_parallel.spaces for t in (space.weights, space.grads)]
+    tensors += [part.main for part in optimizer.slices]
     tensors += [*optimizer.exp_avgs, *optimizer.exp_avg_sqs]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     sizes = [p.numel() for name, p in step.model.named_parameters() if ".experts." not in name]

@@ -13,6 +13,7 @@ from olmo_shard.nn.moe import MoE
 from olmo_shard.nn.transformer import Block, Transformer
 from olmo_shard.optim.sharded import DistributedOptimizer
 from olmo_shard.parallel.apply import parallelize
+from olmo_shard.parallel.shards import ParameterShard
 from olmo_shard.train.step import StepOutput, TrainStep
 from tests.support.ranks import mesh_of
 
@@ -125,13 +126,18 @@ def figures(output: StepOutput) -> tuple[float, float]:
 def owned(step: TrainStep) -> dict[str, list[tuple[int, list[float]]]]:
     """This rank's main weights: by name, (offset in the logical tensor, values) of each chunk."""
     found: dict[str, list[tuple[int, list[float]]]] = {}
-    for shard in step.optimizer.shards:
+    for shard, main in mains(step).values():
         start = 0
         for offset, length in shard.chunks:
-            values = shard.main[start : start + length].tolist()
+            values = main[start : start + length].tolist()
             found.setdefault(shard.name, []).append((offset, values))
             start += length
     return found
+
+
+def mains(step: TrainStep) -> dict[str, tuple[ParameterShard, Tensor]]:
+    """This rank's shards by name, with their main weights."""
+    return {s.name: (s, s.of(part.main)) for part in step.optimizer.slices for s in part.shards}
 
 
 def assemble(parts: list[dict[str, list[tuple[int, list[float]]]]]) -> dict[str, Tensor]:

@@ -112,11 +112,16 @@ def choose_mode() -> Literal["online", "offline"] | None:
 
 
 def flatten(record: dict[str, Any]) -> dict[str, Any]:
-    """Lists over MoE layers become one value a layer: ``moe/0/load_max_over_mean``."""
+    """Lists over MoE layers become one value a layer: ``moe/0/load_max_over_mean``.
+
+    Figures by kind become one value a kind: ``wire_bytes_by_kind/reduce``.
+    """
     flat: dict[str, Any] = {}
     for name, value in record.items():
         if isinstance(value, list):
             flat |= {f"moe/{layer}/{name}": each for layer, each in enumerate(value)}
+        elif isinstance(value, dict):
+            flat |= {f"{name}/{kind}": each for kind, each in value.items()}
         else:
             flat[name] = value
     return flat

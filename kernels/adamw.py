@@ -1,0 +1,131 @@
+"""AdamW on flat FP32 tensors in one pass, with the compute-precision copy (Loshchilov and Hutter,
+2019)::
+
+    g = g / divisor
+    m = beta1 m + (1 - beta1) g
+    v = beta2 v + (1 - beta2) g^2
+    w = w (1 - lr decay) - lr (m / correction1) / (sqrt(v) / correction2 + eps)
+
+with correction1 = 1 - beta1^t and correction2 = sqrt(1 - beta2^t).
+
+Example: w = 1, g = 4, m = v = 0, t = 1, divisor 2, lr 0.1, decay 0.5, beta1 0.9, beta2 0.99 give
+g = 2, m = 0.2, v = 0.04, corrections 0.1 and 0.1, and w = 1 x 0.95 - 0.1 x 2 / 2 = 0.85.
+
+Divisor, skip and corrections are known on the device alone, and are read there. If skip is not zero
+nothing moves. Bytes moved per element: 16 read and 12 written, and 2 more for a bf16 copy. FLOPs
+per element: about 15.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+
+
+class AdamWTensors(NamedTuple):
+    """All [n], contiguous; ``main``, ``exp_avg``, ``exp_avg_sq`` and ``model`` are written."""
+
+    main: Tensor
+    """FP32."""
+    grad: Tensor
+    """FP32."""
+    exp_avg: Tensor
+    """FP32."""
+    exp_avg_sq: Tensor
+    """FP32."""
+    model: Tensor
+    """Where the new weights go in compute precision; may be ``main``."""
+
+
+class AdamWRates(NamedTuple):
+    """What the host knows."""
+
+    lr: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+
+
+def pack_scalars(divisor: Tensor, skip: Tensor, step: Tensor, rates: AdamWRates) -> Tensor:
+    """FP32 [4] on the device: divisor, skip, correction1, correction2.
+
+    Corrections in FP64: at t = 1 and beta 0.999 an FP32 power would be off by 6e-5.
+
+    :param step: t, this step included.
+    """
+    t = step.double()
+    correction1 = 1 - rates.beta1**t
+    correction2 = (1 - rates.beta2**t).sqrt()
+    return torch.stack([divisor.double(), skip.double(), correction1, correction2]).float()
+
+
+@triton.jit
+def _adamw_kernel(
+    main_ptr,
+    grad_ptr,
+    exp_avg_ptr,
+    exp_avg_sq_ptr,
+    model_ptr,
+    scalars_ptr,
+    numel,
+    lr,
+    weight_decay,
+    beta1,
+    beta2,
+    eps,
+    WRITE_MODEL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # 64 bits: a slice may have more than 2^31 elements.
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < numel
+    divisor = tl.load(scalars_ptr)
+    skip = tl.load(scalars_ptr + 1)
+    correction1 = tl.load(scalars_ptr + 2)
+    correction2 = tl.load(scalars_ptr + 3)
+    if skip == 0:
+        main = tl.load(main_ptr + offsets, mask=mask)
+        grad = tl.load(grad_ptr + offsets, mask=mask) / divisor
+        exp_avg = tl.load(exp_avg_ptr + offsets, mask=mask)
+        exp_avg_sq = tl.load(exp_avg_sq_ptr + offsets, mask=mask)
+        exp_avg += (1 - beta1) * (grad - exp_avg)
+        exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad * grad
+        denominator = tl.sqrt_rn(exp_avg_sq) / correction2 + eps
+        main = main * (1 - lr * weight_decay) - lr * (exp_avg / correction1) / denominator
+        tl.store(main_ptr + offsets, main, mask=mask)
+        tl.store(exp_avg_ptr + offsets, exp_avg, mask=mask)
+        tl.store(exp_avg_sq_ptr + offsets, exp_avg_sq, mask=mask)
+        if WRITE_MODEL:
+            tl.store(model_ptr + offsets, main.to(model_ptr.dtype.element_ty), mask=mask)
+
+
+def adamw(tensors: AdamWTensors, scalars: Tensor, rates: AdamWRates) -> None:
+    """Update in place.
+
+    :param scalars: what ``pack_scalars`` returned.
+    """
+    numel = tensors.main.numel()
+    if numel == 0:
+        return
+    write_model = tensors.model.data_ptr() != tensors.main.data_ptr()
+    _adamw_kernel[(triton.cdiv(numel, BLOCK),)](
+        *tensors, scalars, numel, *rates, WRITE_MODEL=write_model, BLOCK=BLOCK
+    )
+
+
+def adamw_ref(tensors: AdamWTensors, scalars: Tensor, rates: AdamWRates) -> None:
+    """The same in plain torch."""
+    main, grad, exp_avg, exp_avg_sq, model = tensors
+    divisor, skip, correction1, correction2 = scalars
+    g = grad / divisor
+    m = exp_avg.lerp(g, 1 - rates.beta1)
+    v = rates.beta2 * exp_avg_sq + (1 - rates.beta2) * g.square()
+    update = (m / correction1) / (v.sqrt() / correction2 + rates.eps)
+    w = main * (1 - rates.lr * rates.weight_decay) - rates.lr * update
+    for old, new in ((main, w), (exp_avg, m), (exp_avg_sq, v), (model, w)):
+        old.copy_(torch.where(skip == 0, new, old))

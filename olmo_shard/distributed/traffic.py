@@ -1,0 +1,82 @@
+"""What communication costs: calls and bytes by kind, and how long computation waited for it."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass
+class StepTraffic:
+    """What one rank sent and waited for in a stretch of a run, by kind of collective."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+    _waits: list[tuple[str, Callable[[], float]]] = field(default_factory=list)
+
+    def exposed_seconds(self) -> dict[str, float]:
+        """Time that computation stood still for communication.
+
+        On CUDA it waits for the events at the last wait: call it when the step's figures are read.
+        """
+        seconds: dict[str, float] = {}
+        for kind, read in self._waits:
+            seconds[kind] = seconds.get(kind, 0.0) + read()
+        return seconds
+
+    def add_wait(self, kind: str, read: Callable[[], float]) -> None:
+        self._waits.append((kind, read))
+
+
+class Traffic:
+    """Totals of this process since it started, and of one stretch of it at a time."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+        self._stretch: StepTraffic | None = None
+
+    def add(self, kind: str, num_bytes: int) -> None:
+        """Count a collective."""
+        for counts in (self, self._stretch):
+            if counts is not None:
+                counts.calls[kind] += 1
+                counts.bytes[kind] += num_bytes
+
+    @contextmanager
+    def stretch(self) -> Iterator[StepTraffic]:
+        """Count what happens inside apart, too; only there is waiting timed."""
+        before, self._stretch = self._stretch, StepTraffic()
+        try:
+            yield self._stretch
+        finally:
+            self._stretch = before
+
+    @contextmanager
+    def waiting(self, kind: str, device: torch.device) -> Iterator[None]:
+        """Time the wait inside: of this thread on a CPU, of the current stream on CUDA."""
+        if self._stretch is None:
+            yield
+        elif device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            yield
+            end.record()
+            self._stretch.add_wait(kind, lambda: _seconds_between(start, end))
+        else:
+            begun = time.perf_counter()
+            yield
+            seconds = time.perf_counter() - begun
+            self._stretch.add_wait(kind, lambda: seconds)
+
+
+def _seconds_between(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+traffic = Traffic()
+"""Of this process."""

@@ -1,0 +1,93 @@
+"""Collectives under way, beside the computation.
+
+On a CPU gloo's own threads move the bytes, and waiting blocks the caller. On CUDA a stream does:
+waiting makes the current stream wait, and never the host.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from olmo_shard.distributed.traffic import traffic
+
+
+class _Waitable(Protocol):
+    def wait(self) -> object: ...
+
+
+class Work:
+    """A collective that was started.
+
+    :param work: what to wait for, as a rule what the backend returned; null if there is nothing.
+    :param finish: what is left to do locally once the bytes are there.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        device: torch.device,
+        work: _Waitable | None = None,
+        finish: Callable[[], object] | None = None,
+    ) -> None:
+        self.kind, self.device = kind, device
+        self._work, self._finish = work, finish
+        if work is not None:
+            _under_way.add(self)
+
+    def wait(self) -> None:
+        """Wait and finish; the time counts as exposed. A second call does nothing."""
+        if self._work is not None:
+            with traffic.waiting(self.kind, self.device):
+                self.complete()
+
+    def complete(self) -> None:
+        """``wait``, uncounted: for waits beside the computation."""
+        work, finish = self._work, self._finish
+        self._work = self._finish = None
+        _under_way.discard(self)
+        if work is not None:
+            work.wait()
+        if finish is not None:
+            finish()
+
+
+_under_way: set[Work] = set()
+
+
+def complete_all() -> None:
+    """Complete whatever this process has started: before it leaves its peers."""
+    for work in list(_under_way):
+        work.complete()
+
+
+class Lane:
+    """Starts collectives in the order of the calls, beside the computation.
+
+    On CUDA all of them run on one stream of their own, whatever their groups: two ranks that ran
+    two communicators' kernels in different orders could wait for each other for ever.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def start(self, launch: Callable[[], Work]) -> Work:
+        """Start what ``launch`` starts, after all that was computed so far."""
+        if self.stream is None:
+            return launch()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            work = launch()
+            work.complete()
+            return Work(work.kind, work.device, _OnStream(self.stream.record_event()))
+
+
+@dataclass(frozen=True)
+class _OnStream:
+    """Everything up to an event."""
+
+    done: torch.Event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.done)

@@ -10,7 +10,7 @@ from olmo_shard.config import load_config
 from olmo_shard.errors import ConfigurationError
 from olmo_shard.train import preflight as preflight_module
 from olmo_shard.train import trainer as trainer_module
-from olmo_shard.train.checkpoint_folder import complete_checkpoints
+from olmo_shard.train.checkpoint_folder import complete_checkpoints, read_state
 from olmo_shard.train.run_folder import open_run
 from tests.support.commands import losses, records
 from tests.support.configs import write_config, write_tokens
@@ -154,6 +154,31 @@ def test_steps_that_diverge_are_skipped_and_then_end_the_run(tmp_path, main):
     assert "3 steps in a row are more than train.max_skipped_steps = 2" in printed
     assert "skipped: gradient norm" in printed
     assert records(tmp_path / "run")[-1]["skipped_steps"] == 3
+
+
+def test_spikes_are_skipped_and_named_and_the_window_survives_a_resume(tmp_path, main):
+    """A window of two and a tiny sigma: about every second step is a spike."""
+    config = write_config(tmp_path)
+    spikes = "train.skip_spikes={watch: loss, window: 2, sigmas: 0.01}"
+    arguments = [config, spikes, "train.max_skipped_steps=9", "optim.lr=1e-9"]
+    arguments.append("schedule.total_steps=8")
+    code, printed = main("train", *arguments, "train.steps=8")
+    assert code == 0, printed
+    assert "is above" in printed
+    assert "mean + 0.01 standard deviations of the last 2 steps" in printed
+    straight = [(r["step"], r["loss"], r["skipped_steps"]) for r in records(tmp_path / "run")]
+    assert 1 <= straight[-1][2] <= 6
+    other = [*arguments, f"run.dir={tmp_path / 'two'}"]
+    for steps in (3, 8):
+        assert main("train", *other, f"train.steps={steps}")[0] == 0
+    resumed = [(r["step"], r["loss"], r["skipped_steps"]) for r in records(tmp_path / "two")]
+    assert resumed == straight
+    states = [
+        read_state(complete_checkpoints(tmp_path / name)[-1]).train.spike_window
+        for name in ("run", "two")
+    ]
+    assert states[0] == states[1]
+    assert [len(row) for row in states[0]] == [2, 2]
 
 
 def test_a_step_read_late_is_still_recorded(tmp_path, main, monkeypatch):

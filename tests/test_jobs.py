@@ -17,7 +17,8 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 FIELDS = {
     "step", "loss", "grad_norm", "lr", "tokens", "tokens_total", "step_seconds",
-    "tokens_per_second", "mfu", "wire_bytes", "skipped_steps", "memory_bytes", "load_max_over_mean",
+    "tokens_per_second", "mfu", "wire_bytes", "exposed_seconds", "skipped_steps", "memory_bytes",
+    "load_max_over_mean",
     "dead_experts", "expert_bias_range", "lb_loss", "router_z_loss",
 }  # fmt: skip
 
@@ -70,7 +71,17 @@ def test_prepare_check_train_on_two_ranks_then_resume_twice(tmp_path, main):
     assert all(len(r["load_max_over_mean"]) == 1 for r in found)
     # Each rank sends half of the dense gradients and half of the dense weights, and rows besides.
     dense = 300 * 32 * 2 + 2 * (32 * 32 * 2 + 32 * 16 * 2) + 3 * 32 * 48 + 3 * 32 * 16
-    assert all(dense * 4 < r["wire_bytes"] < 3 * dense * 4 for r in found)
+    assert "gather" not in found[0]["exposed_seconds_by_kind"], "nothing was left by a step before"
+    assert "gather" in found[1]["exposed_seconds_by_kind"]
+    for record in found:
+        by_kind = record["wire_bytes_by_kind"]
+        assert by_kind["reduce"] == pytest.approx(dense * 4 / 2, rel=0.02)
+        assert by_kind["gather"] == pytest.approx(dense * 4 / 2, rel=0.02)
+        assert record["wire_bytes"] == sum(by_kind.values())
+        assert by_kind.keys() == {"tokens", "control", "reduce", "gather", "rows", "counts"}
+        seconds = record["exposed_seconds_by_kind"]
+        assert seconds.keys() <= by_kind.keys()
+        assert 0 < record["exposed_seconds"] == sum(seconds.values()) < record["step_seconds"]
     assert [r["step"] for r in records(run, "eval.jsonl")] == [3, 6, 9, 10, 12, 15]
 
     segments = sorted(str(path) for path in (run / "wandb").glob("offline-run-*"))
@@ -123,6 +134,53 @@ def test_two_jobs_at_once_and_one_loses_a_rank(tmp_path):
     code, output = finish(other)
     assert code == 0, output
     assert len(records(tmp_path / "b")) == 8
+
+
+SABOTAGE = """
+import os, signal
+if os.environ.get("RANK") == "1":
+    from olmo_shard.parallel import {module}
+
+    original, calls = {module}.{function}, 0
+
+    def start(*args, **kwargs):
+        global calls
+        calls += 1
+        work = original(*args, **kwargs)
+        if calls == {call}:
+            {action}
+        return work
+
+    {module}.{function} = start
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "function"), [("reduce", "reduce_scatter_start"), ("gather", "all_gather_start")]
+)
+@pytest.mark.parametrize(
+    ("action", "cause", "expected"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by signal 9", 128 + signal.SIGKILL),
+        ("raise RuntimeError('out of luck')", "RuntimeError: out of luck", 1),
+    ],
+)
+def test_a_rank_lost_in_the_middle_of_an_overlap_ends_all(
+    tmp_path, module, function, action, cause, expected
+):
+    """Rank 1 of 3 starts a bucket of the second step, and never waits for it."""
+    config = write_config(tmp_path)
+    code = SABOTAGE.format(module=module, function=function, action=action, call=12)
+    (tmp_path / "sitecustomize.py").write_text(code)
+    job = start(
+        "train", config, "parallel.ddp.bucket_cap_mb=0.01", "train.global_batch_tokens=96",
+        "train.steps=1000", "eval.every=0", "checkpoint.every=0", "--nproc", "3",
+        env={"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    code, output = finish(job, seconds=60)
+    assert code == expected, output
+    assert output.rstrip().endswith(f"olmo-shard: rank 1 of 3 failed first: {cause}"), output
+    assert len(records(tmp_path / "run")) <= 2
 
 
 def test_a_rank_that_sleeps_is_named_after_the_timeout(tmp_path):

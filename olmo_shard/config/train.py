@@ -11,6 +11,7 @@ class SpikeConfig(Section):
     """Skip steps whose loss or gradient norm is far above those of the steps before."""
 
     watch: Literal["loss", "grad_norm", "both"] = "both"
+    """Figures that can be a spike."""
     sigmas: float = Field(default=6.0, gt=0)
     """A spike is above mean + sigmas x standard deviation of the window."""
     window: int = Field(default=128, ge=2)

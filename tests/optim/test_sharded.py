@@ -4,8 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from olmo_shard.config import SpikeConfig
 from olmo_shard.distributed.runtime import Runtime
+from olmo_shard.optim.spikes import SpikeFilter
 from tests.support.tiny import build, mains, model_config, moe_layer, owned, train, window_of
 
 
@@ -111,3 +115,53 @@ def test_weights_decay_and_norms_and_embeddings_do_not(ranks, name):
     assert {"norm.weight", "blocks.0.attention.q_norm.weight", "embedding.weight"} <= free
     for each, factor in factors.items():
         assert factor == pytest.approx(1.0 if each in free else 0.95, rel=1e-6), each
+
+
+class NoHostRead(TorchDispatchMode):
+    """Raises where a value of a tensor is read to the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, (
+            "a value was read to the host"
+        )
+        return func(*args, **(kwargs or {}))
+
+
+def host_read_case(rank: Runtime, parallel: dict[str, Any]) -> bool:
+    """Two whole steps of a dense model with clipping and a spike filter (expert sizes are read)."""
+    dense = model_config(moe=None, n_dense_layers=0)
+    step = build(rank, dense, parallel, {"name": "adamw", "max_grad_norm": 1e-3})
+    step.spikes = SpikeFilter(SpikeConfig(window=2), torch.device("cpu"))
+    train(step, rank, 1, 4)
+    windows = [window_of(i, rank.rank, rank.world_size, 4) for i in range(2)]
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a tensor was read to the host")
+
+    originals = {name: getattr(Tensor, name) for name in ("tolist", "cpu", "numpy")}
+    for name in originals:
+        setattr(Tensor, name, refuse)
+    try:
+        with NoHostRead():
+            outputs = [step(window, 1e-3) for window in windows]
+    finally:
+        for name, original in originals.items():
+            setattr(Tensor, name, original)
+    return all(bool(output.applied) for output in outputs)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"ddp": {"bucket_cap_mb": 0.01}},
+        {"ddp": {"wire_dtype": "bfloat16"}, "compute_dtype": "bfloat16"},
+        {"mode": "fsdp"},
+    ],
+)
+def test_a_step_reads_nothing_to_the_host(ranks, parallel):
+    assert ranks(2).run(host_read_case, parallel) == [True, True]
+
+
+def test_the_guard_sees_host_reads():
+    with NoHostRead(), pytest.raises(AssertionError):
+        bool(torch.ones(()) > 0)

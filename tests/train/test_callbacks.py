@@ -140,8 +140,10 @@ def test_wandbs_own_variable_is_left_to_it(monkeypatch):
 
 
 def test_layers_become_metrics_of_their_own():
-    assert flatten({"step": 3, "dead_experts": [0, 2]}) == {
+    record = {"step": 3, "dead_experts": [0, 2], "wire_bytes_by_kind": {"reduce": 8}}
+    assert flatten(record) == {
         "step": 3,
+        "wire_bytes_by_kind/reduce": 8,
         "moe/0/dead_experts": 0,
         "moe/1/dead_experts": 2,
     }

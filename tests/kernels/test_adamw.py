@@ -1,0 +1,151 @@
+"""AdamW's kernel: the docstring's example, the reference, the interpreter, PTX. Runs in CI.
+
+The interpreter is a mode of a whole process, so its cases run in one of their own.
+"""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton exists on Linux alone")
+
+from olmo_shard.config import OptimConfig  # noqa: E402
+from olmo_shard.kernels.adamw import (  # noqa: E402
+    BLOCK,
+    AdamWRates,
+    AdamWTensors,
+    _adamw_kernel,
+    adamw_ref,
+    pack_scalars,
+)
+from olmo_shard.optim.adamw import DecayGroup, SliceState, StepScalars, adamw_  # noqa: E402
+from tests.support.ptx import ptxas_report  # noqa: E402
+
+RATES = AdamWRates(lr=0.1, weight_decay=0.5, beta1=0.9, beta2=0.99, eps=0.0)
+
+
+def random_tensors(numel: int, model: torch.dtype | None) -> AdamWTensors:
+    generator = torch.Generator().manual_seed(numel)
+    main, grad, exp_avg = (torch.randn(numel, generator=generator) for _ in range(3))
+    exp_avg_sq = torch.rand(numel, generator=generator)
+    copy = main if model is None else torch.full((numel,), torch.nan, dtype=model)
+    return AdamWTensors(main, grad, exp_avg, exp_avg_sq, copy)
+
+
+def scalars(step: float, divisor: float = 2.0, skip: float = 0.0) -> torch.Tensor:
+    return pack_scalars(torch.tensor(divisor), torch.tensor(skip), torch.tensor(step), RATES)
+
+
+def test_the_docstrings_example():
+    main, grad, zero = (torch.tensor([value]) for value in (1.0, 4.0, 0.0))
+    tensors = AdamWTensors(main, grad, zero, zero.clone(), zero.bfloat16())
+    adamw_ref(tensors, scalars(step=1.0), RATES)
+    assert tensors.main.item() == pytest.approx(0.85)
+    assert tensors.exp_avg.item() == pytest.approx(0.2)
+    assert tensors.exp_avg_sq.item() == pytest.approx(0.04)
+    assert tensors.model.item() == pytest.approx(0.85, rel=2**-8)
+
+
+def test_the_first_steps_correction_is_exact():
+    """1 - 0.999^1 in FP32 would be off by 6e-5."""
+    packed = pack_scalars(
+        torch.ones(()), torch.zeros(()), torch.ones(()), RATES._replace(beta2=0.999)
+    )
+    assert packed[3].item() ** 2 == pytest.approx(0.001, rel=1e-6)
+
+
+@pytest.mark.parametrize("numel", [1, 1000, 5000])
+def test_reference_equals_torchs_fused_kernel(numel):
+    reference, fused = (random_tensors(numel, torch.bfloat16) for _ in range(2))
+    rates = RATES._replace(eps=1e-8, lr=1e-2)
+    for step in (1.0, 2.0):
+        divisor, skip, count = torch.tensor(2.0), torch.zeros(()), torch.tensor(step)
+        adamw_ref(reference, pack_scalars(divisor, skip, count, rates), rates)
+        adamw_(
+            SliceState(*(t if t is not fused.grad else t.clone() for t in fused)),
+            [DecayGroup(rates.weight_decay, [(0, numel)])],
+            StepScalars(lr=rates.lr, divisor=divisor, skip=skip, step=count),
+            OptimConfig(beta1=rates.beta1, beta2=rates.beta2, eps=rates.eps),
+        )
+    for name, found, expected in zip(AdamWTensors._fields, reference, fused, strict=True):
+        rtol = 2**-7 if name == "model" else 2e-6
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-6, msg=name)
+
+
+CASES = [(1, "bfloat16", 0.0), (BLOCK, None, 0.0), (3 * BLOCK + 17, "bfloat16", 0.0),
+         (2 * BLOCK + 1, "float16", 0.0), (BLOCK + 5, "bfloat16", 1.0)]  # fmt: skip
+
+INTERPRETED = """
+import json, sys
+import torch
+from olmo_shard.kernels.adamw import adamw, adamw_ref
+from tests.kernels.test_adamw import RATES, random_tensors, scalars
+
+found = []
+for numel, model, skip in json.loads(sys.argv[1]):
+    dtype = model and getattr(torch, model)
+    kernel, reference = random_tensors(numel, dtype), random_tensors(numel, dtype)
+    for step in (1.0, 2.0):
+        packed = scalars(step, skip=skip)
+        adamw(kernel, packed, RATES._replace(eps=1e-8))
+        adamw_ref(reference, packed, RATES._replace(eps=1e-8))
+    errors = []
+    for a, b in zip(kernel, reference):
+        assert torch.equal(a.isnan(), b.isnan())
+        a, b = a.double().nan_to_num(0), b.double().nan_to_num(0)
+        errors.append(float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)))
+    found.append(errors)
+print(json.dumps(found))
+"""
+
+
+def test_the_kernel_equals_the_reference_in_the_interpreter():
+    """Odd sizes, three types of the model's copy, a skipped step (whose copy stays NaN)."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED, json.dumps(CASES)],
+        env={"TRITON_INTERPRET": "1", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for case, errors in zip(CASES, json.loads(done.stdout), strict=True):
+        assert max(errors[:4]) < 2e-6, case
+        assert errors[4] < 2**-7, case
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("copy", ["bf16", None])
+def test_it_compiles_ahead_of_time_with_wide_accesses_and_64_bit_offsets(arch, copy):
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    floats = ("main_ptr", "grad_ptr", "exp_avg_ptr", "exp_avg_sq_ptr", "scalars_ptr")
+    rates = ("lr", "weight_decay", "beta1", "beta2", "eps")
+    signature = dict.fromkeys(floats, "*fp32") | {"model_ptr": f"*{copy or 'fp32'}"}
+    signature |= {"numel": "i64"} | dict.fromkeys(rates, "fp32")
+    signature |= {"WRITE_MODEL": "constexpr", "BLOCK": "constexpr"}
+    names = _adamw_kernel.arg_names
+    source = ASTSource(
+        fn=_adamw_kernel,
+        signature={name: signature[name] for name in names},
+        constexprs={"WRITE_MODEL": copy is not None, "BLOCK": BLOCK},
+        attrs={
+            (names.index(name),): [["tt.divisibility", 16]]
+            for name in (*floats, "model_ptr", "numel")
+        },
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 4})
+    ptx = compiled.asm["ptx"]
+    assert ptx.count("ld.global.v4") >= 4, "loads are not 16 bytes wide"
+    assert ptx.count("st.global.v4") >= 3, "stores are not 16 bytes wide"
+    report = ptxas_report(ptx, arch)
+    assert report.spill_bytes == 0
+    assert report.registers <= 64  # so that 1024 threads fit on a multiprocessor
+    offset_products = re.findall(r"arith\.muli .* : (\S+)", compiled.asm["ttir"])
+    assert offset_products
+    assert set(offset_products) == {"i64"}, "a row index times a width in 32 bits"

@@ -51,7 +51,7 @@ class AdamWRates(NamedTuple):
     eps: float
 
 
-def pack_scalars(divisor: Tensor, skip: Tensor, step: Tensor, rates: AdamWRates) -> Tensor:
+def pack_scalars(divisor: Tensor, skip: Tensor, step: Tensor, beta1: float, beta2: float) -> Tensor:
     """FP32 [4] on the device: divisor, skip, correction1, correction2.
 
     Corrections in FP64: at t = 1 and beta 0.999 an FP32 power would be off by 6e-5.
@@ -59,8 +59,8 @@ def pack_scalars(divisor: Tensor, skip: Tensor, step: Tensor, rates: AdamWRates)
     :param step: t, this step included.
     """
     t = step.double()
-    correction1 = 1 - rates.beta1**t
-    correction2 = (1 - rates.beta2**t).sqrt()
+    correction1 = 1 - beta1**t
+    correction2 = (1 - beta2**t).sqrt()
     return torch.stack([divisor.double(), skip.double(), correction1, correction2]).float()
 
 

@@ -4,7 +4,9 @@ Scalars that are known only after the gradients were reduced (the clip divisor, 
 stay on the device, so that a step needs no host sync.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -18,23 +20,38 @@ class StepScalars:
     """What one step has in common for all parameters."""
 
     lr: float
-    divisor: Tensor
-    """FP32 scalar >= 1: gradients are divided by it (clipping)."""
+    config: OptimConfig
+    """Betas and epsilon."""
+    divisor: Tensor | None
+    """FP32 scalar >= 1: gradients are divided by it; null: no clipping (saves a store on a CPU)."""
     skip: Tensor
     """FP32 scalar: 1 leaves weights and moments as they are, 0 applies the step."""
     step: Tensor
     """FP32 scalar: Adam's t, this step included."""
 
+    @cached_property
+    def packed(self) -> Tensor:
+        """What the Triton kernel reads: made once a step."""
+        from olmo_shard.kernels.adamw import pack_scalars
 
-class DecayGroup(NamedTuple):
-    """Ranges of a slice with the same weight decay."""
+        betas = self.config.beta1, self.config.beta2
+        divisor = torch.ones_like(self.skip) if self.divisor is None else self.divisor
+        return pack_scalars(divisor, self.skip, self.step, *betas)
 
-    weight_decay: float
-    ranges: list[tuple[int, int]]
-    """(start, end)."""
 
-    def views(self, flat: Tensor) -> list[Tensor]:
-        return [flat[start:end] for start, end in self.ranges]
+class DecayRuns(NamedTuple):
+    """A slice as runs that alternate between two weight decays; padding belongs to some run."""
+
+    sizes: list[int]
+    """Elements of each run; they add up to the slice."""
+    decays: tuple[float, float]
+    """Weight decay of the runs 0, 2, 4 ... and of the runs 1, 3, 5 ..."""
+
+    def split(self, *flats: Tensor) -> Iterator[tuple[float, list[list[Tensor]]]]:
+        """Each weight decay, with its runs of each of the tensors."""
+        runs = [flat.split(self.sizes) for flat in flats]
+        for parity, weight_decay in enumerate(self.decays[: len(self.sizes)]):
+            yield weight_decay, [list(each[parity::2]) for each in runs]
 
 
 class SliceState(NamedTuple):
@@ -48,29 +65,26 @@ class SliceState(NamedTuple):
     """The weights in compute precision; ``main`` itself in FP32."""
 
 
-def adamw_(
-    state: SliceState, groups: list[DecayGroup], scalars: StepScalars, config: OptimConfig
-) -> None:
+def adamw_(state: SliceState, runs: DecayRuns, scalars: StepScalars) -> None:
     """AdamW in place (the formula is in ``kernels/adamw.py``): Triton on CUDA, torch's fused kernel
     on a CPU. ``grad`` may be overwritten.
-
-    :param groups: ranges that cover the slice; what they leave out (padding) is not touched.
     """
     if state.main.is_cuda:
-        _adamw_cuda_(state, groups, scalars, config)
+        _adamw_cuda_(state, runs, scalars)
         return
-    for group in groups:
+    config = scalars.config
+    for weight_decay, (mains, grads, exp_avgs, exp_avg_sqs) in runs.split(*state[:4]):
         torch._fused_adamw_(
-            group.views(state.main),
-            group.views(state.grad),
-            group.views(state.exp_avg),
-            group.views(state.exp_avg_sq),
+            mains,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
             [],
-            [scalars.step] * len(group.ranges),
+            [scalars.step] * len(mains),
             lr=scalars.lr,
             beta1=config.beta1,
             beta2=config.beta2,
-            weight_decay=group.weight_decay,
+            weight_decay=weight_decay,
             eps=config.eps,
             amsgrad=False,
             maximize=False,
@@ -80,30 +94,27 @@ def adamw_(
     _write_model(state.main, state.model)
 
 
-def sgd_(
-    main: Tensor, grad: Tensor, model: Tensor, groups: list[DecayGroup], scalars: StepScalars
-) -> None:
+def sgd_(main: Tensor, grad: Tensor, model: Tensor, runs: DecayRuns, scalars: StepScalars) -> None:
     """w = w (1 - lr decay) - lr g / divisor, in place."""
     rate = torch.where(scalars.skip == 0, scalars.lr, 0.0)
     # A skipped gradient may be infinite or NaN, and zero times that is NaN.
-    update = torch.where(scalars.skip == 0, grad / scalars.divisor, 0).mul_(rate)
-    for group in groups:
-        for start, end in group.ranges:
-            main[start:end].mul_(1 - rate * group.weight_decay).sub_(update[start:end])
+    clipped = grad if scalars.divisor is None else grad / scalars.divisor
+    update = torch.where(scalars.skip == 0, clipped, 0).mul_(rate)
+    for weight_decay, (mains, updates) in runs.split(main, update):
+        for weights, change in zip(mains, updates, strict=True):
+            weights.mul_(1 - rate * weight_decay).sub_(change)
     _write_model(main, model)
 
 
-def _adamw_cuda_(
-    state: SliceState, groups: list[DecayGroup], scalars: StepScalars, config: OptimConfig
-) -> None:
+def _adamw_cuda_(state: SliceState, runs: DecayRuns, scalars: StepScalars) -> None:
     # Here, not at the top: importing the package needs no Triton.
-    from olmo_shard.kernels.adamw import AdamWRates, AdamWTensors, adamw, pack_scalars
+    from olmo_shard.kernels.adamw import AdamWRates, AdamWTensors, adamw
 
-    for group in groups:
-        rates = AdamWRates(scalars.lr, group.weight_decay, config.beta1, config.beta2, config.eps)
-        packed = pack_scalars(scalars.divisor, scalars.skip, scalars.step, rates)
-        for views in zip(*(group.views(tensor) for tensor in state), strict=True):
-            adamw(AdamWTensors(*views), packed, rates)
+    config = scalars.config
+    for weight_decay, lists in runs.split(*state):
+        rates = AdamWRates(scalars.lr, weight_decay, config.beta1, config.beta2, config.eps)
+        for tensors in zip(*lists, strict=True):
+            adamw(AdamWTensors(*tensors), scalars.packed, rates)
 
 
 def _write_model(main: Tensor, model: Tensor) -> None:

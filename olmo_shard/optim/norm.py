@@ -15,7 +15,14 @@ def squares(gradients: list[Tensor]) -> Tensor:
     """
     if not gradients:
         return torch.zeros(0, dtype=torch.float64)
+    if gradients[0].is_cuda:
+        return torch.stack(_norms_fp64(gradients)).square()
     return torch.stack([_square(gradient) for gradient in gradients])
+
+
+def _norms_fp64(gradients: list[Tensor]) -> list[Tensor]:
+    """All in a few launches, where FP64 costs no more than the read."""
+    return list(torch._foreach_norm(gradients, 2, dtype=torch.float64))
 
 
 def _square(gradient: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ world size, EP degree or accumulation appears anywhere.
 
 from collections.abc import Callable
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 from olmo_shard.config import OptimConfig
 from olmo_shard.distributed import collectives
 from olmo_shard.distributed.mesh import Mesh
-from olmo_shard.optim.adamw import DecayGroup, SliceState, StepScalars, adamw_, sgd_
+from olmo_shard.optim.adamw import DecayRuns, SliceState, StepScalars, adamw_, sgd_
 from olmo_shard.optim.norm import squares
 from olmo_shard.parallel.shards import MainSlice, ParallelModel
 
@@ -61,7 +62,7 @@ class DistributedOptimizer:
         self.exp_avg_sqs = [torch.zeros_like(part.main) for part in moments]
         self.step_count = torch.zeros((), dtype=torch.float32, device=mesh.device)
         """Steps applied: Adam's t. A skipped step does not count."""
-        self._decay_groups = [self._groups_of(part) for part in self.slices]
+        self.decay_runs = [self._decay_runs(part) for part in self.slices]
 
     @torch.no_grad()
     def step(
@@ -101,20 +102,21 @@ class DistributedOptimizer:
 
     def _scalars(self, lr: float, result: StepResult) -> StepScalars:
         limit = self.config.max_grad_norm
-        ratio = result.grad_norm / limit if limit else torch.zeros_like(result.grad_norm)
+        divisor = (result.grad_norm / limit).clamp(min=1).float() if limit else None
         self.step_count += result.applied
         return StepScalars(
             lr=lr,
-            divisor=ratio.clamp(min=1).float(),
+            config=self.config,
+            divisor=divisor,
             skip=(~result.applied).float(),
             step=self.step_count,
         )
 
     def _step(self, index: int, scalars: StepScalars) -> None:
-        part, groups = self.slices[index], self._decay_groups[index]
+        part, runs = self.slices[index], self.decay_runs[index]
         gradient = part.gradient()
         if not self.adam:
-            sgd_(part.main, gradient, part.model, groups, scalars)
+            sgd_(part.main, gradient, part.model, runs, scalars)
             return
         state = SliceState(
             main=part.main,
@@ -123,20 +125,19 @@ class DistributedOptimizer:
             exp_avg_sq=self.exp_avg_sqs[index],
             model=part.model,
         )
-        adamw_(state, groups, scalars, self.config)
+        adamw_(state, runs, scalars)
 
-    def _groups_of(self, part: MainSlice) -> list[DecayGroup]:
-        """The ranges of a slice with and without decay."""
-        groups = [DecayGroup(self.config.weight_decay, []), DecayGroup(0.0, [])]
-        last: DecayGroup | None = None
+    def _decay_runs(self, part: MainSlice) -> DecayRuns:
+        """The runs of a slice with and without decay; padding goes with what is before it."""
+        starts: list[int] = []
+        free: list[bool] = []
         for shard in part.shards:
-            group, end = groups[self._is_free(shard.name)], shard.start + shard.numel
-            if group is last:  # one range with the padding between, which stays zero
-                group.ranges[-1] = (group.ranges[-1][0], end)
-            else:
-                group.ranges.append((shard.start, end))
-            last = group
-        return [group for group in groups if group.ranges]
+            if not free or free[-1] != self._is_free(shard.name):
+                starts.append(shard.start if free else 0)
+                free.append(self._is_free(shard.name))
+        sizes = [end - start for start, end in pairwise([*starts, part.main.numel()])]
+        decay = self.config.weight_decay
+        return DecayRuns(sizes, (0.0, decay) if free[:1] == [True] else (decay, 0.0))
 
     def _is_free(self, name: str) -> bool:
         """Whether a parameter has no decay."""

@@ -22,7 +22,7 @@ from olmo_shard.kernels.adamw import (  # noqa: E402
     adamw_ref,
     pack_scalars,
 )
-from olmo_shard.optim.adamw import DecayGroup, SliceState, StepScalars, adamw_  # noqa: E402
+from olmo_shard.optim.adamw import DecayRuns, SliceState, StepScalars, adamw_  # noqa: E402
 from tests.support.ptx import ptxas_report  # noqa: E402
 
 RATES = AdamWRates(lr=0.1, weight_decay=0.5, beta1=0.9, beta2=0.99, eps=0.0)
@@ -37,7 +37,8 @@ def random_tensors(numel: int, model: torch.dtype | None) -> AdamWTensors:
 
 
 def scalars(step: float, divisor: float = 2.0, skip: float = 0.0) -> torch.Tensor:
-    return pack_scalars(torch.tensor(divisor), torch.tensor(skip), torch.tensor(step), RATES)
+    values = torch.tensor(divisor), torch.tensor(skip), torch.tensor(step)
+    return pack_scalars(*values, RATES.beta1, RATES.beta2)
 
 
 def test_the_docstrings_example():
@@ -52,9 +53,7 @@ def test_the_docstrings_example():
 
 def test_the_first_steps_correction_is_exact():
     """1 - 0.999^1 in FP32 would be off by 6e-5."""
-    packed = pack_scalars(
-        torch.ones(()), torch.zeros(()), torch.ones(()), RATES._replace(beta2=0.999)
-    )
+    packed = pack_scalars(torch.ones(()), torch.zeros(()), torch.ones(()), 0.9, 0.999)
     assert packed[3].item() ** 2 == pytest.approx(0.001, rel=1e-6)
 
 
@@ -63,14 +62,16 @@ def test_reference_equals_torchs_fused_kernel(numel):
     reference, fused = (random_tensors(numel, torch.bfloat16) for _ in range(2))
     rates = RATES._replace(eps=1e-8, lr=1e-2)
     for step in (1.0, 2.0):
-        divisor, skip, count = torch.tensor(2.0), torch.zeros(()), torch.tensor(step)
-        adamw_ref(reference, pack_scalars(divisor, skip, count, rates), rates)
-        adamw_(
-            SliceState(*(t if t is not fused.grad else t.clone() for t in fused)),
-            [DecayGroup(rates.weight_decay, [(0, numel)])],
-            StepScalars(lr=rates.lr, divisor=divisor, skip=skip, step=count),
-            OptimConfig(beta1=rates.beta1, beta2=rates.beta2, eps=rates.eps),
+        step_scalars = StepScalars(
+            lr=rates.lr,
+            config=OptimConfig(beta1=rates.beta1, beta2=rates.beta2, eps=rates.eps),
+            divisor=torch.tensor(2.0),
+            skip=torch.zeros(()),
+            step=torch.tensor(step),
         )
+        adamw_ref(reference, step_scalars.packed, rates)
+        state = SliceState(*(t if t is not fused.grad else t.clone() for t in fused))
+        adamw_(state, DecayRuns([numel], (rates.weight_decay, 0.0)), step_scalars)
     for name, found, expected in zip(AdamWTensors._fields, reference, fused, strict=True):
         rtol = 2**-7 if name == "model" else 2e-6
         torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-6, msg=name)

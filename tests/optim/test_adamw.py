@@ -5,12 +5,15 @@ import torch
 from torch import Tensor
 
 from olmo_shard.config import OptimConfig
-from olmo_shard.optim.adamw import DecayGroup, SliceState, StepScalars, adamw_, sgd_
+from olmo_shard.optim.adamw import DecayRuns, SliceState, StepScalars, adamw_, sgd_
+
+CONFIG = OptimConfig(beta1=0.8, beta2=0.9, eps=1e-6)
 
 
 def scalars(lr: float, divisor: float = 1.0, skip: float = 0.0, step: float = 1.0) -> StepScalars:
     return StepScalars(
         lr=lr,
+        config=CONFIG,
         divisor=torch.tensor(divisor),
         skip=torch.tensor(skip),
         step=torch.tensor(step),
@@ -23,7 +26,7 @@ def slice_state(main: Tensor, grad: Tensor, model: Tensor | None = None) -> Slic
 
 
 def test_adamw_equals_torchs_by_decay_group_and_writes_the_model():
-    """Two groups, interleaved; 10 elements at the end belong to none (padding)."""
+    """Two groups take turns; 10 elements at the end are padding."""
     torch.manual_seed(0)
     main, model = torch.randn(1000), torch.zeros(1000, dtype=torch.bfloat16)
     main[990:] = 0
@@ -32,7 +35,6 @@ def test_adamw_equals_torchs_by_decay_group_and_writes_the_model():
         decay: [torch.nn.Parameter(main[start:end].clone()) for start, end in ranges]
         for decay, ranges in ((0.1, decayed), (0.0, free))
     }
-    config = OptimConfig(beta1=0.8, beta2=0.9, eps=1e-6)
     optimizer = torch.optim.AdamW(
         [{"params": params, "weight_decay": decay} for decay, params in references.items()],
         lr=0.01,
@@ -40,7 +42,7 @@ def test_adamw_equals_torchs_by_decay_group_and_writes_the_model():
         eps=1e-6,
     )
     state = slice_state(main, torch.zeros(1000), model)
-    groups = [DecayGroup(0.1, decayed), DecayGroup(0.0, free)]
+    runs = DecayRuns([300, 200, 400, 100], (0.1, 0.0))
     for step in range(1, 6):
         gradient = torch.randn(1000)
         gradient[990:] = 0
@@ -49,7 +51,7 @@ def test_adamw_equals_torchs_by_decay_group_and_writes_the_model():
                 parameter.grad = gradient[start:end] / 2
         optimizer.step()
         state.grad.copy_(gradient)
-        adamw_(state, groups, scalars(0.01, divisor=2.0, step=step), config)
+        adamw_(state, runs, scalars(0.01, divisor=2.0, step=step))
     for ranges, params in ((decayed, references[0.1]), (free, references[0.0])):
         for (start, end), parameter in zip(ranges, params, strict=True):
             torch.testing.assert_close(main[start:end], parameter.detach(), rtol=1e-6, atol=1e-7)
@@ -59,23 +61,23 @@ def test_adamw_equals_torchs_by_decay_group_and_writes_the_model():
 
 def test_sgd_by_hand():
     main, gradient = torch.tensor([1.0, 2.0]), torch.tensor([4.0, 8.0])
-    groups = [DecayGroup(0.1, [(0, 1)]), DecayGroup(0.0, [(1, 2)])]
+    runs = DecayRuns([1, 1], (0.1, 0.0))
     model = torch.zeros(2, dtype=torch.bfloat16)
-    sgd_(main, gradient, model, groups, scalars(0.5, divisor=2.0))
+    sgd_(main, gradient, model, runs, scalars(0.5, divisor=2.0))
     assert torch.allclose(main, torch.tensor([0.95 - 1.0, 2.0 - 2.0]))
     assert torch.equal(model, main.bfloat16())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_skipped_step_moves_nothing(bad):
-    groups = [DecayGroup(0.1, [(0, 2)])]
+    runs = DecayRuns([2], (0.1, 0.0))
     main, gradient = torch.tensor([1.0, 2.0]), torch.tensor([bad, 1.0])
-    sgd_(main, gradient.clone(), main, groups, scalars(0.5, skip=1.0))
+    sgd_(main, gradient.clone(), main, runs, scalars(0.5, skip=1.0))
     assert main.tolist() == [1.0, 2.0]
     state = slice_state(main, gradient)
     state.exp_avg.copy_(torch.tensor([0.1, 0.2]))
     state.exp_avg_sq.copy_(torch.tensor([0.3, 0.4]))
     before = [tensor.clone() for tensor in (state.main, state.exp_avg, state.exp_avg_sq)]
-    adamw_(state, groups, scalars(0.5, bad, 1.0), OptimConfig())
+    adamw_(state, runs, scalars(0.5, bad, 1.0))
     after = (state.main, state.exp_avg, state.exp_avg_sq)
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))

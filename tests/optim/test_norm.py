@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from olmo_shard.optim.norm import CHUNK, squares
+from olmo_shard.optim.norm import CHUNK, _norms_fp64, squares
 
 
 @pytest.mark.parametrize("numel", [0, 1, CHUNK - 1, CHUNK, 3 * CHUNK + 17, 5_000_000])
@@ -16,6 +16,12 @@ def test_sums_of_squares_are_exact_to_fp32_rounding(numel):
     found = squares([gradient, gradient[:0]])
     assert found.dtype == torch.float64
     assert found.tolist() == [pytest.approx(expected, rel=2e-7), 0.0]
+
+
+def test_the_gpus_way_gives_the_same():
+    gradients = [torch.randn(n) for n in (1, 5000)]
+    expected = squares(gradients).sqrt()
+    torch.testing.assert_close(torch.stack(_norms_fp64(gradients)), expected, rtol=2e-7, atol=0)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

@@ -113,3 +113,52 @@ def test_payload_is_the_distinct_pairs_of_token_and_remote_rank(ranks):
     rows = sum(pairs for _, pairs in results)
     metadata = (8 + 8) + 0 + 0 + 8  # dispatch, combine, and their gradients
     assert sent == rows * (4 * 36 * 4 + metadata)
+
+
+def bytes_case(
+    rank: Runtime, parallel: dict[str, Any], micro: int
+) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
+    """Bytes of a step by kind; elements of each parameter, and the ranks that share it."""
+    step = build(rank, model_config(vocab_size=1024, d_model=72), parallel, {"name": "adamw"})
+    mesh = step.optimizer.mesh
+    sizes = {
+        name: (p.numel(), (mesh.ep_dp if ".experts." in name else mesh.bulk).size())
+        for name, p in step.model.named_parameters()
+    }
+    train(step, rank, 1, micro)
+    return dict(train(step, rank, 1, micro, start=1)[0].traffic.bytes), sizes
+
+
+@pytest.mark.parametrize("micro", [4, 1])
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize(
+    ("ddp", "reduced"), [({}, 4), ({"wire_dtype": "bfloat16"}, 2), ({"grad_dtype": "bfloat16"}, 2)]
+)
+def test_ddp_sends_gradient_and_weight_once_a_window(ranks, micro, ep, ddp, reduced):
+    """(N - 1) / N of both, experts by their own group, whatever the window; padding within 2 %."""
+    found, sizes = ranks(4).run(bytes_case, {"expert_parallel": ep, "ddp": ddp}, micro)[0]
+    elements = sum(numel * (size - 1) / size for numel, size in sizes.values())
+    assert found["reduce"] == pytest.approx(elements * reduced, rel=0.02)
+    assert found["gather"] == pytest.approx(elements * 4, rel=0.02)
+
+
+@pytest.mark.parametrize("micro", [4, 1])
+def test_fsdp_window_sends_as_much_as_ddp(ranks, micro):
+    parallel = {"mode": "fsdp", "fsdp": {"reshard": "window"}}
+    found, _ = ranks(4).run(bytes_case, parallel, micro)[0]
+    ddp, _ = ranks(4).run(bytes_case, {}, micro)[0]
+    for kind in ("reduce", "gather"):
+        assert found[kind] == pytest.approx(ddp[kind], rel=0.02)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("micro", [4, 1])
+def test_fsdp_forward_fetches_twice_and_reduces_once_a_micro_batch(ranks, micro, recompute):
+    """Its prefetch fetches nothing in vain. The root's weights stay from forward to backward."""
+    parallel = {"mode": "fsdp", "activation_checkpointing": recompute}
+    found, sizes = ranks(2).run(bytes_case, parallel, micro)[0]
+    in_blocks = sum(numel for name, (numel, _) in sizes.items() if name.startswith("blocks."))
+    at_root = sum(numel for name, (numel, _) in sizes.items() if not name.startswith("blocks."))
+    window = 8 // micro
+    assert found["reduce"] == pytest.approx(window * 4 * (in_blocks + at_root) / 2, rel=0.02)
+    assert found["gather"] == pytest.approx(window * 4 * (2 * in_blocks + at_root) / 2, rel=0.02)

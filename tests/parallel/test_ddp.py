@@ -137,14 +137,15 @@ def test_torch_without_grad_dtype_gives_the_same_gradients(ranks):
     assert ranks(2).run(fallback_case, False) == ranks(2).run(fallback_case, True)
 
 
-def bytes_case(rank: Runtime, dtype: str) -> tuple[int, int, int, int]:
+def bytes_case(rank: Runtime, dtype: str, grad_dtype: str) -> tuple[int, int, int, int]:
     config = model_config(vocab_size=2048, d_model=64)
-    step = build(rank, config, {"compute_dtype": dtype, "expert_parallel": 2}, {"name": "adamw"})
+    parallel = {"compute_dtype": dtype, "expert_parallel": 2, "ddp": {"grad_dtype": grad_dtype}}
+    step = build(rank, config, parallel, {"name": "adamw"})
     train(step, rank, 1, 4)
     optimizer, data_parallel = step.optimizer, step.optimizer.data_parallel
     assert isinstance(data_parallel, DDPModel)
     tensors = [t for space in data_parallel.spaces for t in (space.weights, space.grads)]
-    tensors += [part.main for part in optimizer.slices]
+    tensors += [t for part in optimizer.slices for t in (part.main, part.gradient())]
     tensors += [*optimizer.exp_avgs, *optimizer.exp_avg_sqs]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     sizes = [p.numel() for name, p in step.model.named_parameters() if ".experts." not in name]
@@ -152,11 +153,20 @@ def bytes_case(rank: Runtime, dtype: str) -> tuple[int, int, int, int]:
     return sum(storages.values()), sum(sizes), sum(experts), rank.world_size
 
 
-@pytest.mark.parametrize(("dtype", "model", "sharded"), [("float32", 4, 8), ("bfloat16", 2, 12)])
-def test_resident_bytes_follow_the_formula(ranks, dtype, model, sharded):
-    """Weights and FP32 gradients on every rank, main weights and moments over the group."""
-    total, dense, experts, size = ranks(4).run(bytes_case, dtype)[0]
-    expected = dense * (model + 4 + sharded / size) + experts * (model + 4 + sharded / (size // 2))
+@pytest.mark.parametrize(
+    ("dtype", "grad_dtype", "whole", "sharded"),
+    [
+        ("float32", "float32", 4 + 4, 8),
+        ("bfloat16", "float32", 2 + 4, 12),
+        ("bfloat16", "bfloat16", 2 + 2, 16),
+    ],
+)
+def test_resident_bytes_follow_the_formula(ranks, dtype, grad_dtype, whole, sharded):
+    """Weights and gradients on every rank; moments, main weights and main gradients over the group,
+    as far as they are not views of the former.
+    """
+    total, dense, experts, size = ranks(4).run(bytes_case, dtype, grad_dtype)[0]
+    expected = dense * (whole + sharded / size) + experts * (whole + sharded / (size // 2))
     assert total == pytest.approx(expected, rel=0.03)
 
 

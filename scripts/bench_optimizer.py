@@ -1,0 +1,126 @@
+"""Time of the optimizer's update against torch.optim.AdamW(fused=True) on the same elements.
+
+    python scripts/bench_optimizer.py --threads 1
+
+One process, so that nothing is reduced or gathered. Both take turns; figures are medians, ratios
+medians of the ratios within a turn. Clipping rides with the update in both, as a divisor that is
+known on the device alone (torch's ``grad_scale``): it costs one more store of each gradient.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from olmo_shard.config import OptimConfig, RunConfig, load_config
+from olmo_shard.distributed.mesh import build_mesh
+from olmo_shard.distributed.runtime import runtime
+from olmo_shard.nn.transformer import Transformer
+from olmo_shard.optim.adamw import SliceState, StepScalars, adamw_
+from olmo_shard.optim.sharded import DistributedOptimizer
+from olmo_shard.parallel.apply import parallelize
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--config", default="configs/cpu-bench.yaml")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--turns", type=int, default=25)
+    arguments = parser.parse_args()
+    config = load_config(arguments.config, [])
+    run = RunConfig(device=config.run.device, threads=arguments.threads)
+    with runtime(None, run) as here:
+        with torch.device("meta"):
+            model = Transformer(config.model)
+        mesh = build_mesh(here)
+        data_parallel = parallelize(model, mesh, config.parallel)
+        ours = DistributedOptimizer(data_parallel, mesh, config.optim)
+        data_parallel.begin_window()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.normal_(std=1e-3)
+        theirs = _torchs(model, config.optim)
+        clip = config.optim.max_grad_norm or 1.0
+        parameters = [p for group in theirs.param_groups for p in group["params"]]
+
+        def clipped() -> None:
+            nn.utils.clip_grad_norm_(parameters, clip, foreach=True)
+            theirs.step()
+
+        print(f"{sum(p.numel() for p in parameters):,} FP32 elements, {here.threads} thread(s)\n")
+        print("| olmo_shard / torch.optim.AdamW(fused=True) | olmo_shard | torch | ratio |")
+        print("|---|---|---|---|")
+        one, turns = torch.ones((), device=here.device), arguments.turns
+        _compare("update / step()", _update(ours, None), theirs.step, turns)
+        # What torch.amp.GradScaler sets on a fused optimizer.
+        vars(theirs).update(grad_scale=one, found_inf=torch.zeros_like(one))
+        _compare("update, clipped / step() with grad_scale", _update(ours, one), theirs.step, turns)
+        vars(theirs).update(grad_scale=None, found_inf=None)
+        whole = "norm, clip, update / clip_grad_norm_, step()"
+        _compare(whole, lambda: ours.step(1e-4), clipped, turns)
+
+
+def _update(optimizer: DistributedOptimizer, divisor: Tensor | None) -> Callable[[], object]:
+    """Phase *step* alone, on the optimizer's own slices."""
+    states = [
+        SliceState(part.main, part.gradient(), exp_avg, exp_avg_sq, part.model)
+        for part, exp_avg, exp_avg_sq in zip(
+            optimizer.slices, optimizer.exp_avgs, optimizer.exp_avg_sqs, strict=True
+        )
+    ]
+    scalars = StepScalars(
+        lr=1e-4,
+        config=optimizer.config,
+        divisor=divisor,
+        skip=torch.zeros_like(optimizer.step_count),
+        step=torch.ones_like(optimizer.step_count),
+    )
+
+    def run() -> None:
+        scalars.step.add_(1)
+        for state, runs in zip(states, optimizer.decay_runs, strict=True):
+            adamw_(state, runs, scalars)
+
+    return run
+
+
+def _torchs(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """The same shapes and decay groups, in tensors of their own."""
+    copies = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
+    for copy in copies.values():
+        copy.grad = torch.randn_like(copy) * 1e-3
+    matrices = [p for p in copies.values() if p.ndim > 1]
+    vectors = [p for p in copies.values() if p.ndim <= 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(
+        groups, lr=1e-4, betas=betas, weight_decay=config.weight_decay, fused=True
+    )
+
+
+def _compare(
+    name: str, ours: Callable[[], object], theirs: Callable[[], object], turns: int
+) -> None:
+    pairs = []
+    for turn in range(turns + 1):
+        # Whoever comes second finds the machine as the first one left it: take turns in that too.
+        order = (ours, theirs) if turn % 2 else (theirs, ours)
+        seconds = {function: _seconds(function) for function in order}
+        pairs.append((seconds[ours], seconds[theirs]))
+    pairs = pairs[1:]  # the first turn allocates
+    mine, other = (statistics.median(column) for column in zip(*pairs, strict=True))
+    ratio = statistics.median(a / b for a, b in pairs)
+    print(f"| {name} | {mine * 1e3:.1f} ms | {other * 1e3:.1f} ms | {ratio:.2f} |")
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    function()
+    return time.perf_counter() - begun
+
+
+if __name__ == "__main__":
+    main()

@@ -13,14 +13,14 @@ goes through a temporary buffer as large as its output.
 
 from collections.abc import Iterator
 from itertools import count
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from olmo_shard.distributed.traffic import traffic
-from olmo_shard.distributed.work import Work
+from olmo_shard.distributed.work import AllOf, Work
 
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -50,8 +50,8 @@ def reduce_scatter_start(
     :param output: FP32 [n / W], may be the own slice of ``flat``.
     :param flat: FP32 or bf16 [n], n a multiple of the group's size W; unchanged but for ``output``.
     :param wire_dtype: type in which values travel; null: the type of ``flat``. In bf16 each rank's
-        value is rounded once, so a sum is off by at most 2^-8 x sum_r |value_r| (and FP32 rounding;
-        less where a value is below 2^-126, the smallest normal number).
+        value is rounded once, so a sum is off by at most 2^-8 x sum_r |value_r|, FP32 rounding and
+        values below the smallest normal number (2^-126) apart.
     """
     if group.size() == 1:
         if output.data_ptr() != flat.data_ptr():
@@ -128,7 +128,7 @@ def all_to_all_start(
     return Work(kind, rows.device, work)
 
 
-def _exchange(outgoing: list[Tensor], incoming: list[Tensor], group: dist.ProcessGroup) -> "_AllOf":
+def _exchange(outgoing: list[Tensor], incoming: list[Tensor], group: dist.ProcessGroup) -> AllOf:
     """Send a tensor to each other rank and receive one from each. See [Note: gloo]."""
     tag = next(_tags.setdefault(group, count()))
     size, rank = group.size(), group.rank()
@@ -136,15 +136,7 @@ def _exchange(outgoing: list[Tensor], incoming: list[Tensor], group: dist.Proces
     others = [(rank + distance) % size for distance in range(1, size)]
     works = [dist.irecv(incoming[peer], group=group, group_src=peer, tag=tag) for peer in others]
     works += [dist.isend(outgoing[peer], group=group, group_dst=peer, tag=tag) for peer in others]
-    return _AllOf([work for work in works if work is not None])
-
-
-class _AllOf(NamedTuple):
-    works: list[dist.Work]
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+    return AllOf([work for work in works if work is not None])
 
 
 _tags: dict[dist.ProcessGroup, Iterator[int]] = {}

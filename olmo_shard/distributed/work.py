@@ -6,15 +6,18 @@ waiting makes the current stream wait, and never the host.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import Thread
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from olmo_shard.distributed.traffic import traffic
 
 
 class _Waitable(Protocol):
     def wait(self) -> object: ...
+    def is_completed(self) -> bool: ...
 
 
 class Work:
@@ -35,6 +38,10 @@ class Work:
         self._work, self._finish = work, finish
         if work is not None:
             _under_way.add(self)
+
+    def is_done(self) -> bool:
+        """Whether ``wait`` would not keep the host waiting."""
+        return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
         """Wait and finish; the time counts as exposed. A second call does nothing."""
@@ -91,3 +98,42 @@ class _OnStream:
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self.done)
+
+    def is_completed(self) -> bool:
+        """Always: the host has nothing to wait for."""
+        return True
+
+
+class AllOf:
+    """Several sends and receives of gloo, as one."""
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        self._works = works
+        self._waiter: Thread | None = None
+        self._error: RuntimeError | None = None
+
+    def wait(self) -> None:
+        if self._waiter is None:
+            self._wait_for_each()
+            return
+        self._waiter.join()
+        if self._error is not None:
+            raise self._error
+
+    def is_completed(self) -> bool:
+        """Gloo's sends and receives say it only once they were awaited: so a thread does that."""
+        if self._waiter is None:
+            # A daemon: it never keeps a rank that fails from leaving.
+            self._waiter = Thread(target=self._keep_error, daemon=True)
+            self._waiter.start()
+        return not self._waiter.is_alive()
+
+    def _keep_error(self) -> None:
+        try:
+            self._wait_for_each()
+        except RuntimeError as error:
+            self._error = error
+
+    def _wait_for_each(self) -> None:
+        for work in self._works:
+            work.wait()

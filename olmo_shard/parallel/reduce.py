@@ -7,6 +7,9 @@ bucket starts when it is full and all before it have started. Which gradients a 
 the model alone, never on data (experts without a token yield zeros), so as a rule all buckets start
 in backward. ``finish`` starts what is left: buckets with a parameter that this rank did not use,
 and those after them.
+
+Backward never waits for a bucket. Where staging is full the next gradient tries again: a peer that
+has not started its bucket may itself wait for rows that only the rest of this backward will send.
 """
 
 from collections import deque
@@ -68,6 +71,8 @@ class BucketReducer:
     def finish(self) -> None:
         """Start what has not been started, and wait for all."""
         while self._started < len(self.buckets):
+            if len(self._under_way) == self._limit:
+                self._under_way.popleft().wait()
             self._start_next()
         self._settle()
 
@@ -87,12 +92,13 @@ class BucketReducer:
 
     def _start_full(self) -> None:
         while self._started < len(self.buckets) and not self._missing[self._started]:
+            if len(self._under_way) == self._limit:
+                if not self._under_way[0].is_done():
+                    return
+                self._under_way.popleft().wait()
             self._start_next()
 
     def _start_next(self) -> None:
-        if len(self._under_way) == self._limit:
-            # Backward stands still, but not the network: a further bucket is under way.
-            self._under_way.popleft().wait()
         bucket = self.buckets[self._started]
         self._started += 1
 

@@ -75,6 +75,9 @@ class Poisoned:
         flat.fill_(torch.nan)
         flat.view(group.size(), -1)[group.rank()] = self.own
 
+    def is_completed(self) -> bool:
+        return False
+
     def wait(self) -> None:
         parts = [torch.empty_like(self.own) for _ in range(self.group.size())]
         dist.all_gather(parts, self.own, group=self.group)

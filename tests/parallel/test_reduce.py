@@ -97,8 +97,9 @@ def test_buckets_start_in_the_last_backward_in_one_order(ranks):
     results = ranks(4).run(order_case, True)
     for started, in_backward, buckets, most in results:
         assert started == results[0][0]
-        assert in_backward == len(started) == buckets > 10
-        assert most <= STAGED_BUCKETS
+        assert len(started) == buckets > 10
+        # How far it gets in backward depends on the network; the rest starts in ``finish``.
+        assert in_backward >= most == STAGED_BUCKETS
     flat = [name for bucket in results[0][0] for name in bucket]
     assert flat.index("lm_head.weight") < flat.index("embedding.weight")
     # Both classes take turns: experts of the last layer before anything of the first.
@@ -120,10 +121,11 @@ class Three(nn.Module):
         self.a, self.b, self.c = (nn.Parameter(torch.empty(3)) for _ in range(3))
 
 
-def small_model(rank: Runtime) -> tuple[Three, DDPModel]:
+def small_model(rank: Runtime, kind: Any = Three) -> tuple[Any, DDPModel]:
+    """Each parameter is a bucket."""
     mesh = mesh_of(rank)
     with torch.device("meta"):
-        model = Three()
+        model = kind()
     config = ParallelConfig.model_validate({"ddp": {"bucket_cap_mb": 1e-6}})
     parameters = spread_experts(model, mesh, config)
     data_parallel = DDPModel(model, mesh, config, parameters, lambda p: torch.ones(p.shape))
@@ -154,6 +156,48 @@ def test_a_parameter_that_a_rank_does_not_use_hangs_nothing(ranks):
     for name, values in found:
         sums[name] = sums.get(name, []) + values
     assert sums == {"a": [3.0] * 3, "b": [2.0] * 3, "c": [3.0] * 3}
+
+
+class Meeting(torch.autograd.Function):
+    """All ranks meet in backward, as in an exchange of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        torch.distributed.barrier(group=ctx.group)
+        return grads[0], None
+
+
+class Chain(nn.Module):
+    """Six parameters in a row; backward meets its peers before it reaches the first two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.ParameterList(nn.Parameter(torch.empty(3)) for _ in range(6))
+
+
+def meeting_case(rank: Runtime) -> list[float]:
+    """Rank 1 does not use the last parameter, so it starts no bucket before its backward ends."""
+    model, data_parallel = small_model(rank, Chain)
+    data_parallel.begin_microbatch(last=True)
+    x = torch.ones(3)
+    for index, parameter in enumerate(model.steps):
+        if index == 2:
+            x = Meeting.apply(x, mesh_of(rank).control)
+        if index < 5 or rank.rank != 1:
+            x = x + parameter
+    x.sum().backward()
+    data_parallel.reduce()
+    return [value for values in summed(data_parallel).values() for value in values]
+
+
+def test_backward_does_not_wait_for_a_peer_that_waits_for_it(ranks):
+    values = [value for part in ranks(2).run(meeting_case) for value in part]
+    assert sorted(values) == [1.0] * 3 + [2.0] * 15
 
 
 def given_up_case(rank: Runtime) -> dict[str, list[float]]:

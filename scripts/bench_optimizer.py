@@ -9,10 +9,10 @@ known on the device alone (torch's ``grad_scale``): it costs one more store of e
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
+from stopwatch import now
 from torch import Tensor, nn
 
 from olmo_shard.config import OptimConfig, RunConfig, load_config
@@ -71,16 +71,12 @@ def _update(optimizer: DistributedOptimizer, divisor: Tensor | None) -> Callable
             optimizer.slices, optimizer.exp_avgs, optimizer.exp_avg_sqs, strict=True
         )
     ]
-    scalars = StepScalars(
-        lr=1e-4,
-        config=optimizer.config,
-        divisor=divisor,
-        skip=torch.zeros_like(optimizer.step_count),
-        step=torch.ones_like(optimizer.step_count),
-    )
+    config, count = optimizer.config, torch.zeros_like(optimizer.step_count)
 
     def run() -> None:
-        scalars.step.add_(1)
+        count.add_(1)
+        skip = torch.zeros_like(count)
+        scalars = StepScalars(lr=1e-4, config=config, divisor=divisor, skip=skip, step=count)
         for state, runs in zip(states, optimizer.decay_runs, strict=True):
             adamw_(state, runs, scalars)
 
@@ -117,9 +113,9 @@ def _compare(
 
 
 def _seconds(function: Callable[[], object]) -> float:
-    begun = time.perf_counter()
+    begun = now()
     function()
-    return time.perf_counter() - begun
+    return now() - begun
 
 
 if __name__ == "__main__":

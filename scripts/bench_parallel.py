@@ -17,13 +17,13 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import bench_report
 import shaped_network
 import torch
+from stopwatch import now
 from torch.distributed import TCPStore
 
 from olmo_shard.config import Config, ParallelConfig, load_config
@@ -159,9 +159,9 @@ def _timed(
     windows = [_window(config, mesh, window) for _ in range(count + 1)]
     before = shaped_network.sent_bytes() if job["shaped"] else 0
     step(windows[0], LR)
-    begun = time.perf_counter()
+    begun = now()
     outputs = [step(each, LR) for each in windows[1:]]
-    seconds = (time.perf_counter() - begun) / count
+    seconds = (now() - begun) / count
     data_parallel.wait()
     gather_objects(None, mesh.control)  # nobody starts the next mode before all have ended this one
     sent = (shaped_network.sent_bytes() - before) / (count + 1) if job["shaped"] else None

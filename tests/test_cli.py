@@ -179,6 +179,10 @@ def test_spikes_are_skipped_and_named_and_the_window_survives_a_resume(tmp_path,
     ]
     assert states[0] == states[1]
     assert [len(row) for row in states[0]] == [2, 2]
+    # A run without the filter leaves no window that a later one would take for the newest steps.
+    assert main("train", *other, "train.skip_spikes=null", "train.steps=9")[0] == 0
+    last = read_state(complete_checkpoints(tmp_path / "two")[-1])
+    assert (last.train.step, last.train.spike_window) == (9, [[], []])
 
 
 def test_a_step_read_late_is_still_recorded(tmp_path, main, monkeypatch):

@@ -14,6 +14,7 @@ goes through a temporary buffer as large as its output.
 from collections.abc import Iterator
 from itertools import count
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -139,7 +140,7 @@ def _exchange(outgoing: list[Tensor], incoming: list[Tensor], group: dist.Proces
     return AllOf([work for work in works if work is not None])
 
 
-_tags: dict[dist.ProcessGroup, Iterator[int]] = {}
+_tags: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 """Of each group's exchanges: every rank makes them in the same order."""
 
 

@@ -62,7 +62,7 @@ def build_mesh(runtime: Runtime, expert_parallel: int = 1) -> Mesh:
     everyone = list(range(size))
     ep_groups = [everyone[start : start + ep] for start in range(0, size, ep)]
     ep_dp_groups = [everyone[start::ep] for start in range(ep)]
-    return Mesh(
+    mesh = Mesh(
         rank=runtime.rank,
         world_size=size,
         device=runtime.device,
@@ -71,6 +71,11 @@ def build_mesh(runtime: Runtime, expert_parallel: int = 1) -> Mesh:
         ep=_own_group(ep_groups, runtime),
         ep_dp=_own_group(ep_dp_groups, runtime),
     )
+    if runtime.device.type == "cuda":
+        # NCCL connects at the first collective, and the host waits for that: not in backward.
+        for group in (mesh.bulk, mesh.control, mesh.ep, mesh.ep_dp):
+            dist.all_reduce(torch.zeros(1, device=runtime.device), group=group)
+    return mesh
 
 
 def _own_group(groups: list[list[int]], runtime: Runtime) -> dist.ProcessGroup:

@@ -44,20 +44,24 @@ class Work:
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
-        """Wait and finish; the time counts as exposed. A second call does nothing."""
+        """Wait, which counts as exposed time, and finish. A second call does nothing."""
         if self._work is not None:
             with traffic.waiting(self.kind, self.device):
-                self.complete()
+                self._await()
+        self.complete()
 
     def complete(self) -> None:
         """``wait``, uncounted: for waits beside the computation."""
-        work, finish = self._work, self._finish
-        self._work = self._finish = None
+        self._await()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+    def _await(self) -> None:
+        work, self._work = self._work, None
         _under_way.discard(self)
         if work is not None:
             work.wait()
-        if finish is not None:
-            finish()
 
 
 _under_way: set[Work] = set()
@@ -111,6 +115,7 @@ class AllOf:
         self._works = works
         self._waiter: Thread | None = None
         self._error: RuntimeError | None = None
+        self._arrived = False
 
     def wait(self) -> None:
         if self._waiter is None:
@@ -119,6 +124,7 @@ class AllOf:
         self._waiter.join()
         if self._error is not None:
             raise self._error
+        assert self._arrived
 
     def is_completed(self) -> bool:
         """Gloo's sends and receives say it only once they were awaited: so a thread does that."""
@@ -137,3 +143,4 @@ class AllOf:
     def _wait_for_each(self) -> None:
         for work in self._works:
             work.wait()
+        self._arrived = True

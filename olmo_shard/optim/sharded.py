@@ -135,7 +135,8 @@ class DistributedOptimizer:
             if not free or free[-1] != self._is_free(shard.name):
                 starts.append(shard.start if free else 0)
                 free.append(self._is_free(shard.name))
-        sizes = [end - start for start, end in pairwise([*starts, part.main.numel()])]
+        # A slice may be padding alone: the end of a small parameter's bucket on many ranks.
+        sizes = [end - start for start, end in pairwise([*(starts or [0]), part.main.numel()])]
         decay = self.config.weight_decay
         return DecayRuns(sizes, (0.0, decay) if free[:1] == [True] else (decay, 0.0))
 

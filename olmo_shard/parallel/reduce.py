@@ -58,8 +58,11 @@ class BucketReducer:
                     self._watch(model.get_parameter(name), index, name)
 
     def begin_window(self) -> None:
-        """Nothing is ready, and nothing under way (a window may have been given up)."""
-        self._settle()
+        """Nothing is ready."""
+        if self._armed:
+            # A window that was given up after its backward: how many of its buckets a rank has
+            # started is a matter of timing, and all ranks must have made the same exchanges.
+            self.finish()
         self._armed = False
         self._missing = [set(bucket.names) for bucket in self.buckets]
         self._started = 0
@@ -74,7 +77,8 @@ class BucketReducer:
             if len(self._under_way) == self._limit:
                 self._under_way.popleft().wait()
             self._start_next()
-        self._settle()
+        while self._under_way:
+            self._under_way.popleft().wait()
 
     def _watch(self, parameter: nn.Parameter, index: int, name: str) -> None:
         def mark_ready(_: nn.Parameter) -> None:
@@ -112,7 +116,3 @@ class BucketReducer:
             )
 
         self._under_way.append(self.lane.start(launch))
-
-    def _settle(self) -> None:
-        while self._under_way:
-            self._under_way.popleft().wait()

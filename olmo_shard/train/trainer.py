@@ -123,8 +123,8 @@ class Trainer:
 
     def _save(self) -> None:
         self._report()
-        if self.train_step.spikes is not None:
-            self.state.spike_window = self.train_step.spikes.state()
+        spikes = self.train_step.spikes
+        self.state.spike_window = spikes.state() if spikes is not None else [[], []]
         keep = self.config.checkpoint.keep_last
         path = self.checkpointer.save(self.run_dir, self.state, self.loader.state, keep)
         self._notify(lambda callback: callback.on_checkpoint(path))

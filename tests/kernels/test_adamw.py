@@ -36,9 +36,11 @@ def random_tensors(numel: int, model: torch.dtype | None) -> AdamWTensors:
     return AdamWTensors(main, grad, exp_avg, exp_avg_sq, copy)
 
 
-def scalars(step: float, divisor: float = 2.0, skip: float = 0.0) -> torch.Tensor:
+def scalars(
+    step: float, divisor: float = 2.0, skip: float = 0.0, rates: AdamWRates = RATES
+) -> torch.Tensor:
     values = torch.tensor(divisor), torch.tensor(skip), torch.tensor(step)
-    return pack_scalars(*values, RATES.beta1, RATES.beta2)
+    return pack_scalars(*values, rates.beta1, rates.beta2)
 
 
 def test_the_docstrings_example():
@@ -90,10 +92,11 @@ found = []
 for numel, model, skip in json.loads(sys.argv[1]):
     dtype = model and getattr(torch, model)
     kernel, reference = random_tensors(numel, dtype), random_tensors(numel, dtype)
+    rates = RATES._replace(eps=1e-8, beta2=0.9999)
     for step in (1.0, 2.0):
-        packed = scalars(step, skip=skip)
-        adamw(kernel, packed, RATES._replace(eps=1e-8))
-        adamw_ref(reference, packed, RATES._replace(eps=1e-8))
+        packed = scalars(step, skip=skip, rates=rates)
+        adamw(kernel, packed, rates)
+        adamw_ref(reference, packed, rates)
     errors = []
     for a, b in zip(kernel, reference):
         assert torch.equal(a.isnan(), b.isnan())
@@ -105,7 +108,9 @@ print(json.dumps(found))
 
 
 def test_the_kernel_equals_the_reference_in_the_interpreter():
-    """Odd sizes, three types of the model's copy, a skipped step (whose copy stays NaN)."""
+    """Odd sizes, three types of the model's copy, a skipped step (whose copy stays NaN), and a beta
+    close to 1.
+    """
     done = subprocess.run(
         [sys.executable, "-c", INTERPRETED, json.dumps(CASES)],
         env={"TRITON_INTERPRET": "1", "PATH": "/usr/bin:/bin"},
@@ -126,7 +131,7 @@ def test_it_compiles_ahead_of_time_with_wide_accesses_and_64_bit_offsets(arch, c
     from triton.compiler import ASTSource
 
     floats = ("main_ptr", "grad_ptr", "exp_avg_ptr", "exp_avg_sq_ptr", "scalars_ptr")
-    rates = ("lr", "weight_decay", "beta1", "beta2", "eps")
+    rates = ("lr", "weight_decay", "one_minus_beta1", "one_minus_beta2", "eps")
     signature = dict.fromkeys(floats, "*fp32") | {"model_ptr": f"*{copy or 'fp32'}"}
     signature |= {"numel": "i64"} | dict.fromkeys(rates, "fp32")
     signature |= {"WRITE_MODEL": "constexpr", "BLOCK": "constexpr"}

@@ -4,12 +4,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from olmo_shard.config import SpikeConfig
+from olmo_shard.config import OptimConfig, ParallelConfig, SpikeConfig
 from olmo_shard.distributed.runtime import Runtime
+from olmo_shard.optim.sharded import DistributedOptimizer
 from olmo_shard.optim.spikes import SpikeFilter
+from olmo_shard.parallel.ddp import DDPModel
+from olmo_shard.parallel.expert import spread_experts
+from tests.support.ranks import mesh_of
 from tests.support.tiny import build, mains, model_config, moe_layer, owned, train, window_of
 
 
@@ -94,6 +98,41 @@ def zero_window_case(rank: Runtime) -> tuple[float, bool]:
 
 def test_a_window_without_labels_gives_zero_gradients(ranks):
     assert ranks(2).run(zero_window_case) == [(0.0, True)] * 2
+
+
+class Narrow(nn.Module):
+    """Three elements: of a bucket's slices on four ranks one holds them, three hold padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.weight = nn.Parameter(torch.empty(3)), nn.Parameter(torch.empty(3))
+
+
+def narrow_case(rank: Runtime, name: str) -> tuple[int, list[float]]:
+    """Shards that this rank owns, and the weights after two steps with gradient 4 (1 a rank)."""
+    mesh = mesh_of(rank)
+    with torch.device("meta"):
+        model = Narrow()
+    config = ParallelConfig.model_validate({"ddp": {"bucket_cap_mb": 1e-6}})
+    parameters = spread_experts(model, mesh, config)
+    data_parallel = DDPModel(model, mesh, config, parameters, lambda p: torch.ones(p.shape))
+    optim = OptimConfig.model_validate({"name": name, "weight_decay": 0.0, "max_grad_norm": None})
+    optimizer = DistributedOptimizer(data_parallel, mesh, optim)
+    for _ in range(2):
+        data_parallel.begin_window()
+        data_parallel.begin_microbatch(last=True)
+        (model.norm + model.weight).sum().backward()
+        optimizer.step(0.125)
+    data_parallel.wait()
+    return len(data_parallel.shards()), [*model.norm.tolist(), *model.weight.tolist()]
+
+
+@pytest.mark.parametrize(("name", "expected"), [("sgd", 0.0), ("adamw", 0.75)])
+def test_a_rank_may_own_padding_alone(ranks, name, expected):
+    results = ranks(4).run(narrow_case, name)
+    assert [shards for shards, _ in results] == [2, 0, 0, 0]
+    for _, weights in results:
+        assert weights == pytest.approx([expected] * 6, abs=1e-6)
 
 
 def decay_case(rank: Runtime, name: str) -> dict[str, float]:

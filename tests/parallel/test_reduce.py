@@ -1,5 +1,6 @@
 """Phase reduce: overlapped with backward, in one order, in two types. Runs on gloo, in CI."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -201,12 +202,16 @@ def test_backward_does_not_wait_for_a_peer_that_waits_for_it(ranks):
 
 
 def given_up_case(rank: Runtime) -> dict[str, list[float]]:
-    """A window that is given up after its backward, then a whole one."""
-    model, data_parallel = small_model(rank)
+    """A window that is given up after its backward, in which rank 1 started what it could, and rank
+    0, too early, only what staging holds; then a whole one.
+    """
+    model, data_parallel = small_model(rank, Chain)
     for factor in (100.0, 1.0):
         data_parallel.begin_window()
         data_parallel.begin_microbatch(last=True)
-        (factor * (model.a + model.b + model.c)).sum().backward()
+        if rank.rank == 1:
+            time.sleep(0.5)
+        (factor * sum(model.steps)).sum().backward()
     data_parallel.reduce()
     return summed(data_parallel)
 

@@ -63,20 +63,16 @@ def reduce_scatter_start(
     if flat.is_cuda and outgoing.dtype == output.dtype:
         work = _reduce_scatter_into(output, outgoing, group=group, async_op=True)
         return Work(kind, flat.device, work)
-    # The parts of all ranks, added here in rank order: the same bits each time, in FP32 whatever
-    # the type in which they came.
-    received = torch.empty_like(outgoing).view(group.size(), -1)
-
-    def add() -> None:
-        torch.sum(received, dim=0, dtype=output.dtype, out=output)
-
+    parts = list(outgoing.view(group.size(), -1))
     if flat.is_cuda:
-        work = dist.all_to_all_single(received.view(-1), outgoing, group=group, async_op=True)
+        received = torch.empty_like(outgoing)
+        work = dist.all_to_all_single(received, outgoing, group=group, async_op=True)
+        incoming = list(received.view(group.size(), -1))
     else:
-        parts = outgoing.view(group.size(), -1)
-        received[group.rank()] = parts[group.rank()]
-        work = _exchange(list(parts), list(received), group)
-    return Work(kind, flat.device, work, add)
+        others = iter(outgoing.new_empty(group.size() - 1, len(parts[0])))
+        incoming = [parts[r] if r == group.rank() else next(others) for r in range(group.size())]
+        work = _exchange(parts, incoming, group)
+    return Work(kind, flat.device, work, lambda: _sum_in_rank_order(incoming, output))
 
 
 def all_gather_start(flat: Tensor, own: Tensor, group: dist.ProcessGroup, *, kind: str) -> Work:
@@ -127,6 +123,14 @@ def all_to_all_start(
         output, rows, recv_counts, send_counts, group=group, async_op=True
     )
     return Work(kind, rows.device, work)
+
+
+def _sum_in_rank_order(parts: list[Tensor], output: Tensor) -> None:
+    """The same bits each time, in FP32 whatever the type in which the parts came."""
+    total = parts[0].to(output.dtype)
+    for part in parts[1:-1]:
+        total = total + part
+    torch.add(total, parts[-1], out=output)
 
 
 def _exchange(outgoing: list[Tensor], incoming: list[Tensor], group: dist.ProcessGroup) -> AllOf:

@@ -89,9 +89,7 @@ class FlatSpace:
             value = initial(self._logical[span.name])
             values[span.start - bucket.start : span.end - bucket.start] = value.flatten()
             view = slice(span.start, span.end)
-            # .data: a version counter of its own. A gather writes other parameters of the flat
-            # buffer while autograd keeps this one for backward.
-            parameter = nn.Parameter(self.weights[view].view(old.shape).data)
+            parameter = nn.Parameter(self.weights[view].view(old.shape))
             self._attach(parameter, self.grads[view].view(old.shape))
             owner, _, name = span.name.rpartition(".")
             setattr(model.get_submodule(owner), name, parameter)

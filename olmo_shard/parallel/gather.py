@@ -37,6 +37,7 @@ class BucketGather:
 
     def start(self, index: int) -> None:
         """Start to gather a bucket whose own slice is up to date."""
+        assert index not in self._under_way, "a gather that nobody has waited for"
         bucket = self.buckets[index]
 
         def launch() -> Work:

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from olmo_shard.config import ParallelConfig
+from olmo_shard.config import OptimConfig, ParallelConfig
 from olmo_shard.distributed.runtime import Runtime
 from olmo_shard.distributed.work import Work
 from olmo_shard.errors import TrainingError
+from olmo_shard.optim.sharded import DistributedOptimizer
 from olmo_shard.parallel import reduce
 from olmo_shard.parallel.ddp import DDPModel
 from olmo_shard.parallel.expert import spread_experts
@@ -157,6 +158,23 @@ def test_a_parameter_that_a_rank_does_not_use_hangs_nothing(ranks):
     for name, values in found:
         sums[name] = sums.get(name, []) + values
     assert sums == {"a": [3.0] * 3, "b": [2.0] * 3, "c": [3.0] * 3}
+
+
+def idle_case(rank: Runtime) -> list[float]:
+    """Two steps of SGD in which no module's forward waits for any gather."""
+    model, data_parallel = small_model(rank)
+    config = OptimConfig(name="sgd", weight_decay=0.0, max_grad_norm=None)
+    optimizer = DistributedOptimizer(data_parallel, mesh_of(rank), config)
+    for _ in range(2):
+        data_parallel.begin_window()
+        (model.a + model.b).sum().backward()
+        optimizer.step(0.25)
+    data_parallel.wait()
+    return [*model.a.tolist(), *model.c.tolist()]
+
+
+def test_weights_that_no_forward_has_waited_for_are_there_before_the_next_step(ranks):
+    assert ranks(2).run(idle_case) == [[0.0] * 3 + [1.0] * 3] * 2
 
 
 class Meeting(torch.autograd.Function):

@@ -60,6 +60,22 @@ def resume_case(
     return [figures(o) for o in outputs], owned(step)
 
 
+def again_case(rank: Runtime, where: str) -> tuple[Any, Any]:
+    """Two steps, a checkpoint, two more; then, with gathers under way, back and the two again."""
+    step = build(rank, model_config(), {"expert_parallel": 2}, ADAMW)
+    checkpointer = Checkpointer(step.optimizer)
+    train(step, rank, 2, 4, lr=LR)
+    path = checkpointer.save(Path(where), TrainState(step=2, tokens=17), LOADER)
+    first = [figures(output) for output in train(step, rank, 2, 4, lr=LR, start=2)]
+    checkpointer.load(path)
+    return first, [figures(output) for output in train(step, rank, 2, 4, lr=LR, start=2)]
+
+
+def test_a_checkpoint_may_be_loaded_right_after_a_step(ranks, tmp_path):
+    for first, again in ranks(4).run(again_case, str(tmp_path)):
+        assert again == first
+
+
 SAVED = [
     (1, {"mode": "ddp"}, 4),
     (2, {"mode": "ddp", "expert_parallel": 2}, 4),

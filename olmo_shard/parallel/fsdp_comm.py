@@ -20,12 +20,14 @@ from olmo_shard.distributed.work import Work
 from olmo_shard.nn.transformer import Block
 
 
-class CountedAllGather(AllGather):
+class _FreshBuffers:
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
+
+class CountedAllGather(_FreshBuffers, AllGather):
     def __call__(
         self,
         output_tensor: Tensor,
@@ -40,12 +42,7 @@ class CountedAllGather(AllGather):
         return None
 
 
-class CountedReduceScatter(ReduceScatter):
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
+class CountedReduceScatter(_FreshBuffers, ReduceScatter):
     def __call__(
         self,
         output_tensor: Tensor,

@@ -101,10 +101,11 @@ def test_several_are_under_way_at_once(ranks):
 
 
 def exposed_case(rank: Runtime) -> tuple[float, float, dict[str, int]]:
-    """Rank 1 comes 0.3 s late: the wait of rank 0, and its bytes, in a stretch of their own."""
+    """Rank 1 comes a second late: the wait of rank 0, and its bytes, in a stretch of their own."""
     group = mesh_of(rank).bulk
+    dist.barrier(group=group)
     with traffic.stretch() as stretch:
-        time.sleep(0.3 if rank.rank == 1 else 0)
+        time.sleep(rank.rank)
         collectives.all_reduce(torch.ones(4), group, kind="late")
     collectives.all_reduce(torch.ones(4), group, kind="after")
     with traffic.stretch() as hidden:
@@ -119,8 +120,9 @@ def exposed_case(rank: Runtime) -> tuple[float, float, dict[str, int]]:
 
 def test_waiting_is_timed_and_what_overlaps_is_not(ranks):
     (waited, hidden, sent), (late, _, _) = ranks(2).run(exposed_case)
-    assert waited > 0.2 > late
-    assert hidden < 0.15
+    # Against each other, not against a clock: a second of sleep leaves room for a busy machine.
+    assert waited > 2 * late
+    assert waited > 2 * hidden
     assert sent == {"late": 16}
 
 

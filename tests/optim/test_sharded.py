@@ -7,14 +7,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from olmo_shard.config import OptimConfig, ParallelConfig, SpikeConfig
+from olmo_shard.config import OptimConfig, SpikeConfig
 from olmo_shard.distributed.runtime import Runtime
 from olmo_shard.optim.sharded import DistributedOptimizer
 from olmo_shard.optim.spikes import SpikeFilter
-from olmo_shard.parallel.ddp import DDPModel
-from olmo_shard.parallel.expert import spread_experts
 from tests.support.ranks import mesh_of
-from tests.support.tiny import build, mains, model_config, moe_layer, owned, train, window_of
+from tests.support.tiny import (
+    build,
+    mains,
+    model_config,
+    moe_layer,
+    owned,
+    small_model,
+    train,
+    window_of,
+)
 
 
 def clip_case(rank: Runtime, limit: float | None) -> tuple[float, Any]:
@@ -110,14 +117,9 @@ class Narrow(nn.Module):
 
 def narrow_case(rank: Runtime, name: str) -> tuple[int, list[float]]:
     """Shards that this rank owns, and the weights after two steps with gradient 4 (1 a rank)."""
-    mesh = mesh_of(rank)
-    with torch.device("meta"):
-        model = Narrow()
-    config = ParallelConfig.model_validate({"ddp": {"bucket_cap_mb": 1e-6}})
-    parameters = spread_experts(model, mesh, config)
-    data_parallel = DDPModel(model, mesh, config, parameters, lambda p: torch.ones(p.shape))
+    model, data_parallel = small_model(rank, Narrow())
     optim = OptimConfig.model_validate({"name": name, "weight_decay": 0.0, "max_grad_norm": None})
-    optimizer = DistributedOptimizer(data_parallel, mesh, optim)
+    optimizer = DistributedOptimizer(data_parallel, mesh_of(rank), optim)
     for _ in range(2):
         data_parallel.begin_window()
         data_parallel.begin_microbatch(last=True)

@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from olmo_shard.config import OptimConfig, ParallelConfig
+from olmo_shard.config import OptimConfig
 from olmo_shard.distributed.runtime import Runtime
 from olmo_shard.distributed.work import Work
 from olmo_shard.errors import TrainingError
 from olmo_shard.optim.sharded import DistributedOptimizer
 from olmo_shard.parallel import reduce
 from olmo_shard.parallel.ddp import DDPModel
-from olmo_shard.parallel.expert import spread_experts
 from olmo_shard.parallel.reduce import STAGED_BUCKETS
 from tests.support.ranks import mesh_of
 from tests.support.tiny import (
@@ -24,6 +23,7 @@ from tests.support.tiny import (
     figures,
     model_config,
     owned,
+    small_model,
     train,
     window_of,
 )
@@ -123,18 +123,6 @@ class Three(nn.Module):
         self.a, self.b, self.c = (nn.Parameter(torch.empty(3)) for _ in range(3))
 
 
-def small_model(rank: Runtime, kind: Any = Three) -> tuple[Any, DDPModel]:
-    """Each parameter is a bucket."""
-    mesh = mesh_of(rank)
-    with torch.device("meta"):
-        model = kind()
-    config = ParallelConfig.model_validate({"ddp": {"bucket_cap_mb": 1e-6}})
-    parameters = spread_experts(model, mesh, config)
-    data_parallel = DDPModel(model, mesh, config, parameters, lambda p: torch.ones(p.shape))
-    data_parallel.begin_window()
-    return model, data_parallel
-
-
 def summed(data_parallel: DDPModel) -> dict[str, list[float]]:
     return {
         shard.name: shard.of(part.gradient()).tolist()
@@ -144,7 +132,7 @@ def summed(data_parallel: DDPModel) -> dict[str, list[float]]:
 
 
 def unused_case(rank: Runtime) -> dict[str, list[float]]:
-    model, data_parallel = small_model(rank)
+    model, data_parallel = small_model(rank, Three())
     data_parallel.begin_microbatch(last=True)
     used = (model.a, model.c) if rank.rank == 1 else (model.a, model.b, model.c)
     torch.cat(used).sum().backward()
@@ -162,7 +150,7 @@ def test_a_parameter_that_a_rank_does_not_use_hangs_nothing(ranks):
 
 def idle_case(rank: Runtime) -> list[float]:
     """Two steps of SGD in which no module's forward waits for any gather."""
-    model, data_parallel = small_model(rank)
+    model, data_parallel = small_model(rank, Three())
     config = OptimConfig(name="sgd", weight_decay=0.0, max_grad_norm=None)
     optimizer = DistributedOptimizer(data_parallel, mesh_of(rank), config)
     for _ in range(2):
@@ -201,7 +189,7 @@ class Chain(nn.Module):
 
 def meeting_case(rank: Runtime) -> list[float]:
     """Rank 1 does not use the last parameter, so it starts no bucket before its backward ends."""
-    model, data_parallel = small_model(rank, Chain)
+    model, data_parallel = small_model(rank, Chain())
     data_parallel.begin_microbatch(last=True)
     x = torch.ones(3)
     for index, parameter in enumerate(model.steps):
@@ -223,7 +211,7 @@ def given_up_case(rank: Runtime) -> dict[str, list[float]]:
     """A window that is given up after its backward, in which rank 1 started what it could, and rank
     0, too early, only what staging holds; then a whole one.
     """
-    model, data_parallel = small_model(rank, Chain)
+    model, data_parallel = small_model(rank, Chain())
     for factor in (100.0, 1.0):
         data_parallel.begin_window()
         data_parallel.begin_microbatch(last=True)
@@ -240,7 +228,7 @@ def test_a_window_may_be_given_up(ranks):
 
 
 def twice_case(rank: Runtime) -> str:
-    model, data_parallel = small_model(rank)
+    model, data_parallel = small_model(rank, Three())
     data_parallel.begin_microbatch(last=True)
     model.a.sum().backward()
     (model.b + model.c).sum().backward()

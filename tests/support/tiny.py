@@ -13,6 +13,8 @@ from olmo_shard.nn.moe import MoE
 from olmo_shard.nn.transformer import Block, Transformer
 from olmo_shard.optim.sharded import DistributedOptimizer
 from olmo_shard.parallel.apply import parallelize
+from olmo_shard.parallel.ddp import DDPModel
+from olmo_shard.parallel.expert import spread_experts
 from olmo_shard.parallel.shards import ParameterShard
 from olmo_shard.train.step import StepOutput, TrainStep
 from tests.support.ranks import mesh_of
@@ -101,6 +103,16 @@ def build(
     data_parallel = parallelize(module, mesh, config, seed)
     optimizer = DistributedOptimizer(data_parallel, mesh, OptimConfig.model_validate(optim))
     return TrainStep(module, optimizer, mesh)
+
+
+def small_model(rank: Runtime, model: Any) -> tuple[Any, DDPModel]:
+    """Any module in mode ddp, all weights 1; each parameter is a bucket, and a window has begun."""
+    mesh = mesh_of(rank)
+    config = ParallelConfig.model_validate({"ddp": {"bucket_cap_mb": 1e-6}})
+    parameters = spread_experts(model, mesh, config)
+    data_parallel = DDPModel(model, mesh, config, parameters, lambda p: torch.ones(p.shape))
+    data_parallel.begin_window()
+    return model, data_parallel
 
 
 def train(

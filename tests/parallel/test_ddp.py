@@ -157,6 +157,7 @@ def bytes_case(rank: Runtime, dtype: str, grad_dtype: str) -> tuple[int, int, in
     ("dtype", "grad_dtype", "whole", "sharded"),
     [
         ("float32", "float32", 4 + 4, 8),
+        ("float32", "bfloat16", 4 + 2, 12),
         ("bfloat16", "float32", 2 + 4, 12),
         ("bfloat16", "bfloat16", 2 + 2, 16),
     ],

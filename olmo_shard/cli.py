@@ -121,10 +121,16 @@ def train(
 def _check_here(config: "Config", world_size: int) -> None:
     """All checks before any rank starts."""
     from olmo_shard.distributed.runtime import check_machine
-    from olmo_shard.train.preflight import check_start, preflight, scan_before_training
+    from olmo_shard.train.preflight import (
+        check_dispatch,
+        check_start,
+        preflight,
+        scan_before_training,
+    )
 
     check_machine(config.run)
     files = preflight(config, world_size)
+    check_dispatch(config, world_size)
     check_start(config)
     scan_before_training(files, config.model.vocab_size)
 

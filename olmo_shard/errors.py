@@ -35,5 +35,15 @@ class CheckpointError(OlmoShardError):
     exit_code = 2
 
 
+class HeapError(OlmoShardError):
+    """A symmetric heap cannot be made here."""
+
+    exit_code = 2
+
+
 class TrainingError(OlmoShardError):
     """Training cannot go on: too many skipped steps, a lost peer."""
+
+
+class LostPeerError(TrainingError):
+    """Another rank is gone, or gives no sign in time: a consequence of something else."""

@@ -18,6 +18,7 @@ from olmo_shard.optim.schedule import describe_schedule
 from olmo_shard.optim.sharded import DistributedOptimizer
 from olmo_shard.optim.spikes import SpikeFilter
 from olmo_shard.parallel.apply import parallelize
+from olmo_shard.parallel.connection import Connection
 from olmo_shard.train.callbacks import Callback
 from olmo_shard.train.callbacks.console import Console, print_summary
 from olmo_shard.train.callbacks.jsonl import JsonLines
@@ -46,7 +47,9 @@ def run(config: Config, info: RankInfo | None = None, *, scanned: bool = False) 
 
             with torch.device("meta"):
                 model = Transformer(config.model)
-            data_parallel = parallelize(model, mesh, config.parallel, config.run.seed)
+            data_parallel = parallelize(
+                model, mesh, config.parallel, config.run.seed, config.train.micro_batch_tokens
+            )
             optimizer = DistributedOptimizer(data_parallel, mesh, config.optim)
             spikes = config.train.skip_spikes and SpikeFilter(config.train.skip_spikes, here.device)
             step = TrainStep(model, optimizer, mesh, spikes)
@@ -57,7 +60,9 @@ def run(config: Config, info: RankInfo | None = None, *, scanned: bool = False) 
             started = start_from(config, trainer, mesh)
             if here.rank == 0:
                 (trainer.run_dir / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
-            lines = trainer.fit([*_describe(config, here, loader, steps), started])
+            notes = _describe(config, here, loader, steps, data_parallel.connection)
+            lines = trainer.fit([*notes, started])
+            data_parallel.close()
             if here.rank == 0:
                 print_summary(console, [*_outcome(config), *lines])
 
@@ -67,7 +72,9 @@ def _callbacks(config: Config, console: RichConsole) -> list[Callback]:
     return [Console(console), JsonLines(), *tracker, LossCurve()]
 
 
-def _describe(config: Config, here: Runtime, loader: DataLoader, steps: int) -> list[str]:
+def _describe(
+    config: Config, here: Runtime, loader: DataLoader, steps: int, connection: Connection | None
+) -> list[str]:
     """What was chosen, for the log."""
     parallel, train = config.parallel, config.train
     counts = parameter_counts(config.model)
@@ -76,8 +83,8 @@ def _describe(config: Config, here: Runtime, loader: DataLoader, steps: int) -> 
         f"config    {config.run.dir}/config.yaml (resolved, with all overrides)",
         f"model     {counts.total:,} parameters, {counts.active:,} active per token",
         f"layout    {parallel.mode}, {here.world_size} rank(s) = {here.world_size // ep} ep_dp "
-        f"x {ep} ep, dispatch {parallel.dispatch_taken} ({parallel.dispatch}), "
-        f"{parallel.compute_dtype}, {here.device.type}, {here.threads} thread(s) a rank",
+        f"x {ep} ep, {parallel.compute_dtype}, {here.device.type}, {here.threads} thread(s) a rank",
+        *([] if connection is None else [f"dispatch  {connection.note}"]),
         f"data      {loader.num_sequences:,} sequences of {config.data.sequence_length} tokens "
         "an epoch",
         f"batch     {train.global_batch_tokens} tokens = {here.world_size} rank(s) x "

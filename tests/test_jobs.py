@@ -56,7 +56,10 @@ def test_prepare_check_train_on_two_ranks_then_resume_twice(tmp_path, main):
         assert code == 0, output
         outputs.append(output)
     assert "start     new run" in outputs[0]
-    assert "dispatch collective (auto)" in outputs[0]
+    assert (
+        "dispatch  rowwise (parallel.dispatch = auto): "
+        "mailboxes of 2 slots x 1 peer(s) x 32 rows x 144 B = 0.0 MiB a rank; "
+    ) in outputs[0]
     assert f"resume    step 6 of 10, from {run}/checkpoints/step-00000006" in outputs[1]
     assert "validation text: loss" in outputs[2]
     summary = outputs[2].split("first loss")[1]
@@ -78,10 +81,17 @@ def test_prepare_check_train_on_two_ranks_then_resume_twice(tmp_path, main):
         assert by_kind["reduce"] == pytest.approx(dense * 4 / 2, rel=0.02)
         assert by_kind["gather"] == pytest.approx(dense * 4 / 2, rel=0.02)
         assert record["wire_bytes"] == sum(by_kind.values())
-        assert by_kind.keys() == {"tokens", "control", "reduce", "gather", "rows", "counts"}
+        assert by_kind.keys() == {"tokens", "control", "reduce", "gather", "rows", "metadata"}
         seconds = record["exposed_seconds_by_kind"]
         assert seconds.keys() <= by_kind.keys()
         assert 0 < record["exposed_seconds"] == sum(seconds.values()) < record["step_seconds"]
+        assert record["row_bytes"] == [by_kind["rows"] + by_kind["metadata"]]
+        assert 0 < record["rows_sent"][0] <= 256, "a token at most once to the other rank"
+        assert record["received_rows_mean"][0] <= record["received_rows_max"][0] <= 256
+        assert 256 <= 2 * record["received_rows_mean"][0] <= 512, "each token on one rank or both"
+        assert record["dropped_routes"] == [0]
+        assert record["waited_seconds"][0] <= record["waited_seconds_max"] < record["step_seconds"]
+        assert record["waited_least_rank"] in (0, 1)
     assert [r["step"] for r in records(run, "eval.jsonl")] == [3, 6, 9, 10, 12, 15]
 
     segments = sorted(str(path) for path in (run / "wandb").glob("offline-run-*"))

@@ -41,8 +41,15 @@ class ParallelConfig(Section):
     """Distributed optimizer over whole dense weights, or FSDP2."""
     expert_parallel: int = Field(default=1, gt=0)
     """Ranks over which the experts of a layer are spread."""
-    dispatch: Literal["auto", "local", "collective"] = "auto"
-    """How rows reach their experts; ``auto``: ``local`` on one rank, else ``collective``."""
+    dispatch: Literal["auto", "local", "collective", "rowwise"] = "auto"
+    """How rows reach their experts: ``rowwise`` writes them into their ranks' memory (CPUs of one
+    host), ``collective`` sends them by all-to-all. ``auto``: ``local`` on one rank, else
+    ``rowwise`` where it can run, else ``collective``; the log says which.
+    """
+    capacity_factor: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """An expert takes at most this many times its even share of a rank's micro-batch; of more, the
+    routes with the lowest weights are dropped. Null drops none.
+    """
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations in forward and backward; main weights stay FP32."""
     compile: bool = False
@@ -52,18 +59,12 @@ class ParallelConfig(Section):
     ddp: DDPConfig = DDPConfig()
     fsdp: FSDPConfig = FSDPConfig()
 
-    @property
-    def dispatch_taken(self) -> Literal["local", "collective"]:
-        """What ``auto`` stands for."""
-        if self.dispatch != "auto":
-            return self.dispatch
-        return "local" if self.expert_parallel == 1 else "collective"
-
     @model_validator(mode="after")
     def _local_needs_one_rank(self) -> "ParallelConfig":
         if self.dispatch == "local" and self.expert_parallel > 1:
             raise ValueError(
                 f"dispatch = local keeps rows on their rank, but expert_parallel = "
-                f"{self.expert_parallel}; use dispatch auto or collective, or expert_parallel 1"
+                f"{self.expert_parallel}; use dispatch auto, rowwise or collective, or "
+                "expert_parallel 1"
             )
         return self

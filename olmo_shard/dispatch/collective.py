@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from olmo_shard.dispatch.dispatcher import TokenDispatcher
-from olmo_shard.dispatch.exchange import DispatchHandle
+from olmo_shard.dispatch.exchange import DispatchHandle, Received, sum_rows
+from olmo_shard.dispatch.plan import DispatchPlan
 from olmo_shard.distributed import collectives
 from olmo_shard.distributed.work import Work
 
@@ -21,6 +22,8 @@ class _InFlight:
     packed: Tensor
     fields: list[tuple[int, int, torch.dtype]]
     """Of each payload tensor: first byte in the row, elements, type."""
+    counts: list[int]
+    """Rows from each rank."""
 
 
 class CollectiveDispatcher(TokenDispatcher):
@@ -29,36 +32,77 @@ class CollectiveDispatcher(TokenDispatcher):
     :param group: the expert-parallel process group.
     """
 
-    def __init__(self, num_experts: int, group: dist.ProcessGroup) -> None:
-        super().__init__(num_experts, num_ranks=group.size())
+    name = "collective"
+
+    def __init__(
+        self, num_experts: int, group: dist.ProcessGroup, capacity_factor: float | None = None
+    ) -> None:
+        super().__init__(num_experts, num_ranks=group.size(), capacity_factor=capacity_factor)
         self.group = group
         self._in_flight: _InFlight | None = None
 
-    def exchange_counts(self, send_counts_W: Tensor) -> Tensor:
-        recv_counts_W = torch.empty_like(send_counts_W)
-        collectives.all_to_all(recv_counts_W, send_counts_W, self.group, kind="counts")
-        return recv_counts_W
+    def push(
+        self,
+        x_TD: Tensor,
+        plan: DispatchPlan,
+        topk_weights_TK: Tensor | None = None,
+        recv_counts: list[int] | None = None,
+    ) -> None:
+        payload = [x_TD[plan.token_S]]
+        if topk_weights_TK is not None:
+            payload += [plan.weights_by_slot(topk_weights_TK), plan.local_expert_Sm]
+        recv_counts = recv_counts or self._exchange_counts(plan)
+        self._send(payload, plan.send_counts, recv_counts, plan.layer)
 
-    def send(self, payload: tuple[Tensor, ...], handle: DispatchHandle, outward: bool) -> None:
+    def pull(self) -> Received:
+        (rows_RD, *metadata), counts = self._receive()
+        weights_Rm, local_expert_Rm = metadata or (None, None)
+        return Received(rows_RD, weights_Rm, local_expert_Rm, counts)
+
+    def push_back(
+        self, rows_RD: Tensor, handle: DispatchHandle, weights_Rm: Tensor | None = None
+    ) -> None:
+        payload = [rows_RD] if weights_Rm is None else [rows_RD, weights_Rm]
+        plan = handle.plan
+        self._send(payload, handle.recv_counts, plan.send_counts, plan.layer)
+
+    def pull_back(self, plan: DispatchPlan) -> tuple[Tensor, Tensor | None]:
+        (rows_SD, *weights), counts = self._receive()
+        return sum_rows(list(rows_SD.split(counts)), plan), weights[0] if weights else None
+
+    def _exchange_counts(self, plan: DispatchPlan) -> list[int]:
+        recv_counts_W = torch.empty_like(plan.send_counts_W)
+        collectives.all_to_all(recv_counts_W, plan.send_counts_W, self.group, kind="counts")
+        return recv_counts_W.tolist()
+
+    def _send(
+        self, payload: list[Tensor], send_counts: list[int], recv_counts: list[int], layer: int
+    ) -> None:
         assert self._in_flight is None, "an exchange is already outstanding"
-        send_counts, recv_counts = handle.send_counts, handle.recv_counts
-        if not outward:
-            send_counts, recv_counts = recv_counts, send_counts
         outgoing, fields = _pack(payload)
         incoming = outgoing.new_empty(sum(recv_counts), outgoing.shape[1])
+        row_bytes = {"rows": payload[0].shape[1] * payload[0].itemsize}
+        if len(payload) > 1:
+            row_bytes["metadata"] = outgoing.shape[1] - row_bytes["rows"]
         work = collectives.all_to_all_start(
-            incoming, outgoing, self.group, recv_counts, send_counts, kind="rows"
+            incoming,
+            outgoing,
+            self.group,
+            recv_counts,
+            send_counts,
+            row_bytes=row_bytes,
+            layer=layer,
         )
-        self._in_flight = _InFlight(work=work, packed=incoming, fields=fields)
+        self._in_flight = _InFlight(work=work, packed=incoming, fields=fields, counts=recv_counts)
 
-    def receive(self) -> tuple[Tensor, ...]:
+    def _receive(self) -> tuple[list[Tensor], list[int]]:
         assert self._in_flight is not None, "no exchange is outstanding"
         flight, self._in_flight = self._in_flight, None
         flight.work.wait()
-        return tuple(_field(flight.packed, *field) for field in flight.fields)
+        return [_field(flight.packed, *field) for field in flight.fields], flight.counts
 
 
-def _pack(payload: tuple[Tensor, ...]) -> tuple[Tensor, list[tuple[int, int, torch.dtype]]]:
+def _pack(payload: list[Tensor]) -> tuple[Tensor, list[tuple[int, int, torch.dtype]]]:
     fields: list[tuple[int, int, torch.dtype]] = []
     width = 0
     for tensor in payload:

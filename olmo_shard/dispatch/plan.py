@@ -3,18 +3,26 @@
 Shape letters: T tokens, K top-k, W ranks of the expert-parallel group, e local experts,
 m = min(K, e) slots of a row, S rows that this rank sends (its own included).
 
-Example: W = 2, e = 2, two tokens with K = 2::
+A row's slots hold its routes: slot k the token's k-th route where K <= e, else slot i the route to
+local expert i. Either way no two routes of a row meet, and no sort is needed.
 
-    topk_idx_TK = [[3, 0],   token 0: expert 3 (rank 1), expert 0 (rank 0)
-                   [2, 3]]   token 1: both on rank 1, so its row travels once
+Example: W = 2, e = 2, K = 2, three tokens; -1 is a route that was dropped::
 
-    token_S         = [0,        0,        1]         rows by (rank, token)
-    send_counts_W   = [1,                  2]
-    route_Sm        = [[1, -1], [0, -1], [2, 3]]      index into the flattened [T, K]
-    local_expert_Sm = [[0, -1], [1, -1], [0, 1]]      expert number on the destination rank
+    topk_idx_TK = [[3, 0],    token 0: expert 3 (rank 1), expert 0 (rank 0)
+                   [2, 3],    token 1: both on rank 1, so its row travels once
+                   [-1, 1]]   token 2: expert 1 (rank 0)
+
+    token_S         = [0,       2,       0,       1]         rows by (rank, token)
+    send_counts     = [2,                2]
+    local_expert_Sm = [[-1, 0], [-1, 1], [1, -1], [0, 1]]    as numbered on the destination rank
+    first_row_T     = [0, -1, 1]                             row that goes to rank 0
+    slot_TK         = [[6, 3],    index into the slots of [1 + S, m]; row 0 is the bin of the
+                       [8, 9],    routes that were dropped
+                       [0, 5]]
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -24,42 +32,85 @@ from torch import Tensor
 class DispatchPlan:
     """The rows that a rank sends; each token at most once to each rank."""
 
-    num_tokens: int
-    top_k: int
+    layer: int
+    """Block of the model, for messages and figures."""
     token_S: Tensor
     """int64 [S]: token of each row, ordered by (destination rank, token)."""
     send_counts_W: Tensor
     """int64 [W]: rows for each rank."""
-    route_Sm: Tensor
-    """int64 [S, m]: the row's routes as indices into the flattened [T, K]; -1 in empty slots."""
     local_expert_Sm: Tensor
     """int32 [S, m]: the routes' experts as numbered on the destination rank; -1 in empty slots."""
+    first_row_T: Tensor
+    """int64 [T]: the row of each token that goes to rank 0, -1 where there is none."""
+    slot_TK: Tensor
+    """int64 [T, K]: slot of each route in the flattened [1 + S, m]; row 0 is a bin for dropped
+    routes, row 1 + s is row s."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.slot_TK.shape[0]
+
+    @cached_property
+    def send_counts(self) -> list[int]:
+        """Rows for each rank, on the host."""
+        return self.send_counts_W.tolist()
+
+    @cached_property
+    def tokens_of_rank(self) -> tuple[Tensor, ...]:
+        """``token_S`` by destination rank."""
+        return self.token_S.split(self.send_counts)
+
+    def weights_by_slot(self, topk_weights_TK: Tensor) -> Tensor:
+        """FP32 [S, m]: router weight of each slot, 0 in empty ones."""
+        num_rows, num_slots = self.local_expert_Sm.shape
+        slots = topk_weights_TK.new_zeros((1 + num_rows) * num_slots)
+        slots.scatter_(0, self.slot_TK.flatten(), topk_weights_TK.flatten())
+        return slots.view(1 + num_rows, num_slots)[1:]
+
+    def weights_by_route(self, weights_Sm: Tensor) -> Tensor:
+        """[T, K]: the inverse; 0 for dropped routes."""
+        nothing = weights_Sm.new_zeros(1, weights_Sm.shape[1])
+        return torch.cat([nothing, weights_Sm]).take(self.slot_TK)
 
 
-def make_plan(topk_idx_TK: Tensor, num_ranks: int, num_local_experts: int) -> DispatchPlan:
+def make_plan(
+    topk_idx_TK: Tensor, num_ranks: int, num_local_experts: int, layer: int = 0
+) -> DispatchPlan:
     """Make the plan of one MoE layer and micro-batch.
 
-    :param topk_idx_TK: int64 [T, K], distinct global expert ids of each token.
+    :param topk_idx_TK: int64 [T, K], distinct global expert ids of each token; -1 where a route was
+        dropped.
     :param num_ranks: W; rank d holds the experts d x e to (d + 1) x e - 1.
     :param num_local_experts: e.
     """
     num_tokens, top_k = topk_idx_TK.shape
-    rank_TK = topk_idx_TK // num_local_experts
-    goes_TW = torch.zeros(num_tokens, num_ranks, dtype=torch.bool, device=topk_idx_TK.device)
-    goes_TW.scatter_(1, rank_TK, value=True)
-    destination_S, token_S = goes_TW.T.nonzero(as_tuple=True)
+    num_slots = min(top_k, num_local_experts)
+    device = topk_idx_TK.device
+    expert_TK = topk_idx_TK.to(torch.int32)  # a quarter of the time of int64 on a CPU
+    rank_TK = expert_TK.div(num_local_experts, rounding_mode="floor")
+    local_expert_TK = expert_TK - rank_TK * num_local_experts
 
-    here_SK = rank_TK[token_S] == destination_S[:, None]
-    slots = min(top_k, num_local_experts)
-    # A stable sort moves the routes to this rank to the front and keeps their order.
-    k_Sm = torch.argsort((~here_SK).to(torch.uint8), dim=1, stable=True)[:, :slots]
-    filled_Sm = here_SK.gather(1, k_Sm)
-    expert_Sm = topk_idx_TK[token_S].gather(1, k_Sm) % num_local_experts
+    # A cell is a (rank, token); dropped routes have rank -1, whose cells come first.
+    token_T1 = torch.arange(num_tokens, dtype=torch.int32, device=device)[:, None]
+    cell_TK = ((rank_TK + 1) * num_tokens + token_T1).long()
+    visited = torch.zeros((num_ranks + 1) * num_tokens, dtype=torch.bool, device=device)
+    visited.scatter_(0, cell_TK.flatten(), value=True)
+    visited[:num_tokens] = False
+    rows_up_to = visited.cumsum(0)
+    row_TK = rows_up_to.take(cell_TK)
+    goes_WT = visited[num_tokens:].view(num_ranks, num_tokens)
+    token_S = goes_WT.nonzero(as_tuple=True)[1]
+    first_row_T = torch.where(goes_WT[0], rows_up_to[num_tokens : 2 * num_tokens] - 1, -1)
+
+    in_row = torch.arange(top_k, device=device) if top_k <= num_local_experts else local_expert_TK
+    slot_TK = row_TK * num_slots + in_row
+    experts = torch.full((1 + len(token_S), num_slots), -1, dtype=torch.int32, device=device)
+    experts.view(-1).scatter_(0, slot_TK.flatten(), local_expert_TK.flatten())
     return DispatchPlan(
-        num_tokens=num_tokens,
-        top_k=top_k,
+        layer=layer,
         token_S=token_S,
-        send_counts_W=goes_TW.sum(dim=0),
-        route_Sm=torch.where(filled_Sm, token_S[:, None] * top_k + k_Sm, -1),
-        local_expert_Sm=torch.where(filled_Sm, expert_Sm, -1).to(torch.int32),
+        send_counts_W=goes_WT.sum(dim=1),
+        local_expert_Sm=experts[1:],
+        first_row_T=first_row_T,
+        slot_TK=slot_TK,
     )

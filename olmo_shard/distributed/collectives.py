@@ -111,18 +111,25 @@ def all_to_all_start(
     recv_counts: list[int],
     send_counts: list[int],
     *,
-    kind: str,
+    row_bytes: dict[str, int],
+    layer: int,
 ) -> Work:
-    """Start to exchange slices of the given numbers of rows."""
+    """Start to exchange slices of the given numbers of rows.
+
+    :param row_bytes: what a row carries, by kind; waiting counts for the first.
+    :param layer: of the model, to which they belong.
+    """
+    kind = next(iter(row_bytes))
     if group.size() == 1:
         output.copy_(rows)
         return Work(kind, rows.device)
     remote = sum(send_counts) - send_counts[group.rank()]
-    traffic.add(kind, remote * rows[:1].nbytes if remote else 0)
+    for part, num_bytes in row_bytes.items():
+        traffic.add(part, remote * num_bytes, layer)
     work = dist.all_to_all_single(
         output, rows, recv_counts, send_counts, group=group, async_op=True
     )
-    return Work(kind, rows.device, work)
+    return Work(kind, rows.device, work, layer=layer)
 
 
 def _sum_in_rank_order(parts: list[Tensor], output: Tensor) -> None:

@@ -13,6 +13,7 @@ dozen pending gathers, and a different order on two ranks would abort the proces
 """
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,8 @@ class Mesh:
     """The ranks that hold one copy of the experts together."""
     ep_dp: dist.ProcessGroup
     """The ranks that hold the same experts: their gradients and weights."""
+    timeout: timedelta
+    """How long a rank waits for its peers."""
 
     @property
     def expert_parallel(self) -> int:
@@ -70,6 +73,7 @@ def build_mesh(runtime: Runtime, expert_parallel: int = 1) -> Mesh:
         control=_own_group([everyone], runtime),
         ep=_own_group(ep_groups, runtime),
         ep_dp=_own_group(ep_dp_groups, runtime),
+        timeout=runtime.timeout,
     )
     if runtime.device.type == "cuda":
         # NCCL connects at the first collective, and the host waits for that: not in backward.

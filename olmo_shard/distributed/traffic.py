@@ -15,7 +15,9 @@ class StepTraffic:
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
-    _waits: list[tuple[str, Callable[[], float]]] = field(default_factory=list)
+    bytes_by_layer: Counter[int] = field(default_factory=Counter)
+    """Of what belongs to a layer: its token rows, their metadata and gradients."""
+    _waits: list[tuple[str, int | None, Callable[[], float]]] = field(default_factory=list)
 
     def exposed_seconds(self) -> dict[str, float]:
         """Time that computation stood still for communication.
@@ -23,12 +25,20 @@ class StepTraffic:
         On CUDA it waits for the events at the last wait: call it when the step's figures are read.
         """
         seconds: dict[str, float] = {}
-        for kind, read in self._waits:
+        for kind, _, read in self._waits:
             seconds[kind] = seconds.get(kind, 0.0) + read()
         return seconds
 
-    def add_wait(self, kind: str, read: Callable[[], float]) -> None:
-        self._waits.append((kind, read))
+    def waited_by_layer(self) -> dict[int, float]:
+        """The part of it that belongs to a layer: seconds that it waited for other ranks' rows."""
+        seconds: dict[int, float] = {}
+        for _, layer, read in self._waits:
+            if layer is not None:
+                seconds[layer] = seconds.get(layer, 0.0) + read()
+        return seconds
+
+    def add_wait(self, kind: str, layer: int | None, read: Callable[[], float]) -> None:
+        self._waits.append((kind, layer, read))
 
 
 class Traffic:
@@ -39,12 +49,14 @@ class Traffic:
         self.bytes: Counter[str] = Counter()
         self._stretch: StepTraffic | None = None
 
-    def add(self, kind: str, num_bytes: int) -> None:
-        """Count a collective."""
+    def add(self, kind: str, num_bytes: int, layer: int | None = None) -> None:
+        """Count a collective, or one part of what it carries."""
         for counts in (self, self._stretch):
             if counts is not None:
                 counts.calls[kind] += 1
                 counts.bytes[kind] += num_bytes
+        if layer is not None and self._stretch is not None:
+            self._stretch.bytes_by_layer[layer] += num_bytes
 
     @contextmanager
     def stretch(self) -> Iterator[StepTraffic]:
@@ -56,7 +68,7 @@ class Traffic:
             self._stretch = before
 
     @contextmanager
-    def waiting(self, kind: str, device: torch.device) -> Iterator[None]:
+    def waiting(self, kind: str, device: torch.device, layer: int | None = None) -> Iterator[None]:
         """Time the wait inside: of this thread on a CPU, of the current stream on CUDA."""
         if self._stretch is None:
             yield
@@ -65,12 +77,12 @@ class Traffic:
             start.record()
             yield
             end.record()
-            self._stretch.add_wait(kind, lambda: _seconds_between(start, end))
+            self._stretch.add_wait(kind, layer, lambda: _seconds_between(start, end))
         else:
             begun = time.perf_counter()
             yield
             seconds = time.perf_counter() - begun
-            self._stretch.add_wait(kind, lambda: seconds)
+            self._stretch.add_wait(kind, layer, lambda: seconds)
 
 
 def _seconds_between(start: torch.cuda.Event, end: torch.cuda.Event) -> float:

@@ -25,6 +25,7 @@ class Work:
 
     :param work: what to wait for, as a rule what the backend returned; null if there is nothing.
     :param finish: what is left to do locally once the bytes are there.
+    :param layer: to which the wait belongs, if to one.
     """
 
     def __init__(
@@ -33,8 +34,9 @@ class Work:
         device: torch.device,
         work: _Waitable | None = None,
         finish: Callable[[], object] | None = None,
+        layer: int | None = None,
     ) -> None:
-        self.kind, self.device = kind, device
+        self.kind, self.device, self.layer = kind, device, layer
         self._work, self._finish = work, finish
         if work is not None:
             _under_way.add(self)
@@ -46,7 +48,7 @@ class Work:
     def wait(self) -> None:
         """Wait, which counts as exposed time, and finish. A second call does nothing."""
         if self._work is not None:
-            with traffic.waiting(self.kind, self.device):
+            with traffic.waiting(self.kind, self.device, self.layer):
                 self._await()
         self.complete()
 

@@ -1,5 +1,7 @@
 """The mixture-of-experts layer: route, dispatch, run experts, combine."""
 
+from typing import NamedTuple
+
 from torch import Tensor, nn
 
 from olmo_shard.config import ModelConfig
@@ -7,16 +9,33 @@ from olmo_shard.dispatch.dispatcher import TokenDispatcher
 from olmo_shard.dispatch.local import LocalDispatcher
 from olmo_shard.nn.experts import RoutedExperts
 from olmo_shard.nn.feed_forward import FeedForward
+from olmo_shard.nn.recompute import decide_once
 from olmo_shard.nn.router import Router, RouterStats
 
 
-class MoE(nn.Module):
-    """Routed experts, and shared experts computed while the rows travel."""
+class MoEStats(NamedTuple):
+    """Of one layer and micro-batch, to be added over micro-batches and ranks."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    router: RouterStats
+    dropped: Tensor
+    """int64 scalar: routes that capacity dropped, of tokens with a label."""
+    rows_sent: Tensor
+    """int64 scalar: rows that the dispatch sends to other ranks."""
+    rows_W: Tensor
+    """int64 [W]: rows that the dispatch sends to each rank of the expert-parallel group."""
+
+
+class MoE(nn.Module):
+    """Routed experts, and shared experts computed while the rows travel.
+
+    :param layer: the block's number, for messages and figures.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
         moe = config.moe
         assert moe is not None
+        self.layer = layer
         self.router = Router(config)
         self.experts = RoutedExperts(moe.num_experts, config.d_model, moe.hidden)
         self.shared_experts = (
@@ -26,9 +45,20 @@ class MoE(nn.Module):
         )
         self.dispatcher: TokenDispatcher = LocalDispatcher(moe.num_experts)
 
-    def forward(self, x_BSD: Tensor, labelled_BS: Tensor) -> tuple[Tensor, RouterStats]:
-        routing, stats = self.router(x_BSD, labelled_BS)
-        flight = self.dispatcher.start(x_BSD.flatten(0, 1), *routing)
+    def forward(self, x_BSD: Tensor, labelled_BS: Tensor) -> tuple[Tensor, MoEStats]:
+        routing = self.router(x_BSD)
+        weights_TK, labelled_T = routing.topk_weights_TK, labelled_BS.flatten()
+        kept_TK = decide_once(
+            lambda: self.dispatcher.admit(routing.topk_idx_TK, weights_TK, labelled_T)
+        )
+        flight = self.dispatcher.start(x_BSD.flatten(0, 1), kept_TK, weights_TK, self.layer)
+        # What needs no rows is computed while they travel.
+        stats = MoEStats(
+            router=self.router.stats(routing, labelled_BS),
+            dropped=((kept_TK < 0) & labelled_T[:, None]).sum(),
+            rows_sent=flight.rows_to_others,
+            rows_W=flight.plan.send_counts_W,
+        )
         shared = self.shared_experts(x_BSD) if self.shared_experts else None
         rows = self.dispatcher.finish(flight)
         out_TD = self.dispatcher.combine(self.experts(rows), rows.handle)

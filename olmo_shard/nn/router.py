@@ -35,6 +35,8 @@ class Routing(NamedTuple):
     """int64, distinct experts of each token, best first; ties go to the lowest id."""
     topk_weights_TK: Tensor
     """FP32."""
+    logits_TE: Tensor
+    """FP32."""
 
 
 class RouterStats(NamedTuple):
@@ -65,18 +67,12 @@ class Router(nn.Module):
         self.expert_bias.zero_()
         self.lagged_counts.zero_()
 
-    def forward(self, x_BSD: Tensor, labelled_BS: Tensor) -> tuple[Routing, RouterStats]:
-        """Route every token.
+    def forward(self, x_BSD: Tensor) -> Routing:
+        """Route every token. Selection sees the bias; the weights do not.
 
         :param x_BSD: hidden states in compute precision.
-        :param labelled_BS: boolean, tokens that have a label.
         """
         logits_TE = F.linear(x_BSD.flatten(0, 1).float(), self.gate.weight.float())
-        routing = self._route(logits_TE)
-        return routing, self._stats(logits_TE, routing.topk_idx_TK, labelled_BS)
-
-    def _route(self, logits_TE: Tensor) -> Routing:
-        """Selection sees the bias; the weights do not."""
         after = self.config.score_order == "after_topk"
         scores_TE = logits_TE if after else self._score(logits_TE)
         selection_TE = scores_TE.detach() + self.expert_bias
@@ -92,12 +88,17 @@ class Router(nn.Module):
             weights_TK = self._score(weights_TK)
         if self.config.normalize:
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True).clamp(min=1e-20)
-        return Routing(topk_idx_TK, weights_TK * self.config.scale)
+        return Routing(topk_idx_TK, weights_TK * self.config.scale, logits_TE)
 
     def _score(self, logits: Tensor) -> Tensor:
         return logits.softmax(dim=-1) if self.config.scoring == "softmax" else logits.sigmoid()
 
-    def _stats(self, logits_TE: Tensor, topk_idx_TK: Tensor, labelled_BS: Tensor) -> RouterStats:
+    def stats(self, routing: Routing, labelled_BS: Tensor) -> RouterStats:
+        """Losses and loads.
+
+        :param labelled_BS: boolean, tokens that have a label.
+        """
+        topk_idx_TK, _, logits_TE = routing
         labelled_T = labelled_BS.flatten()
         # where, not a product: a NaN of a token without a label must not reach the loss.
         z_loss = torch.where(labelled_T, logits_TE.logsumexp(dim=-1).square(), 0).sum()

@@ -13,10 +13,10 @@ from olmo_shard.config import ModelConfig
 from olmo_shard.nn.attention import Attention, AttentionInputs
 from olmo_shard.nn.feed_forward import FeedForward
 from olmo_shard.nn.losses import IGNORE_INDEX, head_losses
-from olmo_shard.nn.moe import MoE
+from olmo_shard.nn.moe import MoE, MoEStats
 from olmo_shard.nn.norm import RMSNorm
 from olmo_shard.nn.rope import rope_table
-from olmo_shard.nn.router import Router, RouterStats
+from olmo_shard.nn.router import Router
 
 
 class ModelOutput(NamedTuple):
@@ -32,6 +32,12 @@ class ModelOutput(NamedTuple):
     """Per MoE layer, unweighted."""
     counts_LE: Tensor
     """Routes to each expert of each MoE layer."""
+    dropped_L: Tensor
+    """Routes that capacity dropped, of tokens with a label."""
+    rows_sent_L: Tensor
+    """Rows that dispatch sent to other ranks."""
+    rows_LW: Tensor
+    """Rows that dispatch sent to each rank of the expert-parallel group."""
 
 
 class Block(nn.Module):
@@ -45,14 +51,14 @@ class Block(nn.Module):
         self.feed_forward_norm = RMSNorm(config.d_model, config.norm_eps)
         self.feed_forward: nn.Module
         if config.is_moe_layer(index):
-            self.feed_forward = MoE(config)
+            self.feed_forward = MoE(config, index)
         else:
             assert config.ffn_hidden is not None
             self.feed_forward = FeedForward(config.d_model, config.ffn_hidden)
 
     def forward(
         self, x_BSD: Tensor, inputs: AttentionInputs, labelled_BS: Tensor
-    ) -> tuple[Tensor, RouterStats | None]:
+    ) -> tuple[Tensor, MoEStats | None]:
         x_BSD = self.attend(x_BSD, inputs)
         y_BSD = x_BSD if self.post_norm else self.feed_forward_norm(x_BSD)
         stats = None
@@ -121,12 +127,12 @@ class Transformer(nn.Module):
 
     def _hidden(
         self, tokens_BS: Tensor, labelled_BS: Tensor, documents_BS: Tensor | None
-    ) -> tuple[Tensor, list[RouterStats]]:
+    ) -> tuple[Tensor, list[MoEStats]]:
         length, device = tokens_BS.shape[1], tokens_BS.device
         cos, sin = rope_table(length, self.config.head_width, self.config.rope_theta, device)
         inputs = AttentionInputs(cos, sin, _document_mask(documents_BS))
         x_BSD = self.embedding(tokens_BS)
-        all_stats: list[RouterStats] = []
+        all_stats: list[MoEStats] = []
         for block in self.blocks:
             x_BSD, stats = block(x_BSD, inputs, labelled_BS)
             if stats is not None:
@@ -146,23 +152,36 @@ def _output(
     objective: Tensor,
     cross_entropy: Tensor,
     logit_z_loss: Tensor,
-    stats: list[RouterStats],
+    stats: list[MoEStats],
 ) -> ModelOutput:
     """Add each layer's weighted auxiliary losses to the objective."""
     if not stats:
         none_L = objective.new_zeros(0)
-        counts_LE = objective.new_zeros(0, 0)
-        return ModelOutput(objective, cross_entropy, logit_z_loss, none_L, none_L, counts_LE)
+        none_LX = objective.new_zeros(0, 0)
+        return ModelOutput(
+            objective,
+            cross_entropy,
+            logit_z_loss,
+            lb_loss_L=none_L,
+            router_z_loss_L=none_L,
+            counts_LE=none_LX,
+            dropped_L=none_L,
+            rows_sent_L=none_L,
+            rows_LW=none_LX,
+        )
     assert config.moe is not None
     router = config.moe.router
-    lb_loss_L = torch.stack([layer.lb_loss for layer in stats])
-    z_loss_L = torch.stack([layer.z_loss for layer in stats])
+    lb_loss_L = torch.stack([layer.router.lb_loss for layer in stats])
+    z_loss_L = torch.stack([layer.router.z_loss for layer in stats])
     auxiliary = router.lb_loss_weight * lb_loss_L.sum() + router.z_loss_weight * z_loss_L.sum()
     return ModelOutput(
         objective + auxiliary,
         cross_entropy,
         logit_z_loss,
-        lb_loss_L.detach(),
-        z_loss_L.detach(),
-        torch.stack([layer.counts_E for layer in stats]).detach(),
+        lb_loss_L=lb_loss_L.detach(),
+        router_z_loss_L=z_loss_L.detach(),
+        counts_LE=torch.stack([layer.router.counts_E for layer in stats]).detach(),
+        dropped_L=torch.stack([layer.dropped for layer in stats]),
+        rows_sent_L=torch.stack([layer.rows_sent for layer in stats]),
+        rows_LW=torch.stack([layer.rows_W for layer in stats]),
     )

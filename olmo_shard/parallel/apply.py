@@ -10,6 +10,7 @@ from olmo_shard.nn.feed_forward import FeedForward
 from olmo_shard.nn.init import initial_tensor
 from olmo_shard.nn.recompute import checkpointed
 from olmo_shard.nn.transformer import Block, Transformer
+from olmo_shard.parallel.connection import connect_experts
 from olmo_shard.parallel.ddp import DDPModel
 from olmo_shard.parallel.expert import spread_experts
 from olmo_shard.parallel.fsdp import FSDPModel
@@ -17,13 +18,19 @@ from olmo_shard.parallel.shards import LogicalParameter, ParallelModel
 
 
 def parallelize(
-    model: Transformer, mesh: Mesh, config: ParallelConfig, seed: int = 0
+    model: Transformer,
+    mesh: Mesh,
+    config: ParallelConfig,
+    seed: int = 0,
+    max_tokens: int | None = None,
 ) -> ParallelModel:
     """Spread a model over the ranks of a mesh, and draw its weights; collective over all ranks.
 
     :param model: built on the meta device. A rank draws no routed experts but its own.
     :param mesh: made with the same ``expert_parallel`` as the config's.
     :param seed: of the initial weights.
+    :param max_tokens: of a rank's largest micro-batch, evaluation included. ``dispatch: rowwise``
+        sizes its mailboxes by it; without it ``auto`` does not take ``rowwise``.
     :raises ConfigurationError: where model, mesh and config do not fit.
     """
     _check(model, mesh, config)
@@ -32,13 +39,15 @@ def parallelize(
         shape = _local_shape(logical)
         return initial_tensor(model.config, logical.name, shape, seed, logical.experts)
 
-    parameters = spread_experts(model, mesh, config)
+    connection = connect_experts(model, mesh, config, max_tokens)
+    parameters = spread_experts(model, mesh)
     _wrap_forwards(model, config)
     wrap = DDPModel if config.mode == "ddp" else FSDPModel
     data_parallel = wrap(model, mesh, config, parameters, initial)
     for router in model.routers():
         router.to_empty(device=mesh.device, recurse=False)
         router.reset_buffers()
+    data_parallel.connection = connection
     return data_parallel
 
 

@@ -3,18 +3,13 @@
 import torch
 from torch import Tensor, nn
 
-from olmo_shard.config import ParallelConfig
-from olmo_shard.dispatch.collective import CollectiveDispatcher
-from olmo_shard.dispatch.dispatcher import TokenDispatcher
-from olmo_shard.dispatch.local import LocalDispatcher
 from olmo_shard.distributed.mesh import Mesh
 from olmo_shard.nn.experts import RoutedExperts
-from olmo_shard.nn.moe import MoE
 from olmo_shard.parallel.shards import LogicalParameter
 
 
-def spread_experts(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> list[LogicalParameter]:
-    """Cut the experts to this rank's slice, and give every MoE layer its dispatcher.
+def spread_experts(model: nn.Module, mesh: Mesh) -> list[LogicalParameter]:
+    """Cut the experts to this rank's slice.
 
     Works on the meta device and on real weights.
 
@@ -23,14 +18,9 @@ def spread_experts(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> list
         lose.
     """
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    dispatcher: TokenDispatcher | None = None
     experts_of: dict[str, range] = {}
     for prefix, module in model.named_modules():
-        if isinstance(module, MoE):
-            # One for all layers: it asserts that at most one exchange is outstanding in the model.
-            dispatcher = dispatcher or _dispatcher(module.router.num_experts, mesh, config)
-            module.dispatcher = dispatcher
-        elif isinstance(module, RoutedExperts):
+        if isinstance(module, RoutedExperts):
             kept = mesh.local_experts(module.w_gate_up.shape[0])
             for name, parameter in list(module.named_parameters(recurse=False)):
                 experts_of[f"{prefix}.{name}"] = kept
@@ -43,9 +33,3 @@ def spread_experts(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> list
 
 def _slice(parameter: Tensor, kept: range) -> Tensor:
     return parameter.detach()[kept.start : kept.stop].clone(memory_format=torch.contiguous_format)
-
-
-def _dispatcher(num_experts: int, mesh: Mesh, config: ParallelConfig) -> TokenDispatcher:
-    if config.dispatch_taken == "local":
-        return LocalDispatcher(num_experts)
-    return CollectiveDispatcher(num_experts, mesh.ep)

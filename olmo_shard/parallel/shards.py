@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from olmo_shard.parallel.connection import Connection
+
 
 @dataclass(frozen=True, kw_only=True)
 class LogicalParameter:
@@ -78,6 +80,8 @@ class ParallelModel(ABC):
     model: nn.Module
     slices: list[MainSlice]
     """In the order in which forward needs the weights."""
+    connection: Connection | None = None
+    """How MoE layers reach their experts."""
 
     @abstractmethod
     def begin_window(self) -> None:
@@ -101,6 +105,14 @@ class ParallelModel(ABC):
     @abstractmethod
     def wait(self) -> None:
         """Wait for all gathers: before anything but a forward reads or writes the weights."""
+
+    def close(self) -> None:
+        """Free what the ranks share, mailboxes above all; the model is of no use afterwards.
+
+        A process that ends frees it anyway.
+        """
+        if self.connection is not None:
+            self.connection.dispatcher.close()
 
     def shards(self) -> list[ParameterShard]:
         """All parts of parameters that this rank owns, slice by slice."""

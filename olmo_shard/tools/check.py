@@ -3,7 +3,7 @@
 from olmo_shard.config import Config, dump_yaml
 from olmo_shard.errors import NothingLeftError
 from olmo_shard.nn.flops import parameter_counts
-from olmo_shard.train.preflight import check_start, preflight, scan
+from olmo_shard.train.preflight import check_dispatch, check_start, preflight, scan
 
 
 def check(config: Config, nproc: int | None) -> str:
@@ -15,6 +15,7 @@ def check(config: Config, nproc: int | None) -> str:
     """
     world_size = nproc or config.parallel.expert_parallel
     scan(preflight(config, world_size), config.model.vocab_size)
+    dispatch = check_dispatch(config, world_size)
     counts = parameter_counts(config.model)
     try:
         check_start(config)
@@ -25,5 +26,6 @@ def check(config: Config, nproc: int | None) -> str:
         f"{dump_yaml(config)}\n"
         f"# {counts.total:,} parameters, {counts.active:,} active per token\n"
         f"# valid for {world_size} rank(s), {config.num_microbatches(world_size)} micro-batch(es)\n"
+        f"# dispatch {dispatch}\n"
         f"# {start}"
     )

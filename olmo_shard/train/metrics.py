@@ -35,6 +35,9 @@ class StepMeter:
         self._flops = flops_per_token(config.model, config.data.sequence_length)
         peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self._peak = peak * world_size if peak else None
+        self._world_size = world_size
+        layers = range(config.model.n_layers)
+        self._moe_layers = [layer for layer in layers if config.model.is_moe_layer(layer)]
         # FSDP2 waits on streams of its own there, which nobody can time from outside.
         self._times_waits = config.parallel.mode == "ddp" or device.type == "cpu"
         self.restart()
@@ -66,6 +69,7 @@ class StepMeter:
             "memory_bytes": peak_memory_bytes(self.device),
             **self._losses(output, divisor),
             **_loads(output),
+            **self._dispatch(output),
         }
 
     def _communication(self, traffic: StepTraffic) -> Record:
@@ -97,6 +101,30 @@ class StepMeter:
             lb_loss = (output.sums.lb_loss_L / divisor).tolist()
             found["lb_loss"] = lb_loss
             found["lb_loss_weighted"] = router.lb_loss_weight * sum(lb_loss)
+        return found
+
+    def _dispatch(self, output: StepOutput) -> Record:
+        """Per MoE layer: drops; with expert parallelism rows, bytes and waits too."""
+        sums = output.sums
+        if not sums.rows_LW.numel():
+            return {}
+        found: Record = {"dropped_routes": sums.dropped_L.long().tolist()}
+        expert_parallel = self.config.parallel.expert_parallel
+        if expert_parallel == 1:
+            return found
+        sent = output.traffic.bytes_by_layer
+        # Mean of the ranks that hold the same experts.
+        rows_LW = sums.rows_LW * (expert_parallel / self._world_size)
+        found["rows_sent"] = sums.rows_sent_L.long().tolist()
+        found["row_bytes"] = [sent[layer] for layer in self._moe_layers]
+        found["received_rows_max"] = rows_LW.amax(dim=1).tolist()
+        found["received_rows_mean"] = rows_LW.mean(dim=1).tolist()
+        if self.device.type == "cpu":
+            waited_N = output.waited_N
+            found["waited_seconds"] = (output.waited_L / self._world_size).tolist()
+            found["waited_seconds_max"] = float(waited_N.max())
+            found["waited_seconds_min"] = float(waited_N.min())
+            found["waited_least_rank"] = int(waited_N.argmin())
         return found
 
 

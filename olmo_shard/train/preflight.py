@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 
@@ -9,7 +10,14 @@ from olmo_shard.config import Config
 from olmo_shard.data.loader import total_steps
 from olmo_shard.data.source import open_sources
 from olmo_shard.data.token_file import TokenFile
-from olmo_shard.errors import DataError
+from olmo_shard.distributed.host_memory import available_memory, in_units
+from olmo_shard.errors import DataError, HeapError
+from olmo_shard.parallel.connection import (
+    check_memory,
+    check_rowwise_here,
+    mailbox_layout,
+    refusal,
+)
 from olmo_shard.train.checkpoint_folder import read_state
 from olmo_shard.train.run_folder import check_something_left, check_writable, choose_checkpoint
 
@@ -43,6 +51,37 @@ def check_start(config: Config) -> None:
         check_something_left(path, steps)
     elif config.checkpoint.init_from:
         read_state(Path(config.checkpoint.init_from))
+
+
+def check_dispatch(config: Config, world_size: int) -> str:
+    """How token rows would travel, if all ranks were on this host.
+
+    :raises ConfigurationError: where the config names a way that is not open here.
+    """
+    parallel, moe = config.parallel, config.model.moe
+    ranks = parallel.expert_parallel
+    if moe is None or parallel.dispatch in ("local", "collective"):
+        return parallel.dispatch if moe is not None else "none: no experts"
+    if parallel.dispatch == "auto" and ranks == 1:
+        return "local"
+    on_cuda = config.run.device == "cuda" or (
+        config.run.device == "auto" and torch.cuda.is_available()
+    )
+    tokens = config.train.micro_batch_tokens
+    layout = mailbox_layout(moe.num_experts, moe.top_k, config.model.d_model, parallel, tokens)
+    try:
+        check_rowwise_here("cuda" if on_cuda else "cpu")
+        available = available_memory()
+        check_memory(layout, world_size, available)
+    except HeapError as error:
+        if parallel.dispatch == "rowwise":
+            raise refusal(error) from error
+        return f"collective: rowwise cannot run here: {error}"
+    return (
+        f"rowwise where all ranks of a group are on one host: {layout.describe()}, "
+        f"{in_units(layout.arena_bytes * world_size)} for {world_size} rank(s); "
+        f"{in_units(available)} available here"
+    )
 
 
 def scan(files: list[TokenFile], vocab_size: int) -> None:

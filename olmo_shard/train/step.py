@@ -32,6 +32,12 @@ class StepSums(NamedTuple):
     """Per MoE layer, unweighted."""
     counts_LE: Tensor
     """Routes to each expert of each MoE layer."""
+    dropped_L: Tensor
+    """Routes that capacity dropped in each MoE layer."""
+    rows_sent_L: Tensor
+    """Rows that each layer's dispatch sent to other ranks; of all tokens, as the next."""
+    rows_LW: Tensor
+    """Rows that each rank of an expert-parallel group received."""
 
     @staticmethod
     def of(output: ModelOutput) -> "StepSums":
@@ -41,6 +47,9 @@ class StepSums(NamedTuple):
             lb_loss_L=output.lb_loss_L,
             router_z_loss_L=output.router_z_loss_L,
             counts_LE=output.counts_LE,
+            dropped_L=output.dropped_L,
+            rows_sent_L=output.rows_sent_L,
+            rows_LW=output.rows_LW,
         )
         return StepSums(*(each.double() for each in sums))
 
@@ -76,6 +85,10 @@ class StepOutput(NamedTuple):
     """FP64 [2]: loss and gradient norm above which the step was to be skipped."""
     traffic: StepTraffic
     """What this rank sent and waited for."""
+    waited_L: Tensor
+    """FP64: seconds that each MoE layer waited for other ranks' rows, over all ranks."""
+    waited_N: Tensor
+    """FP64: the same of each rank, over all layers. A slow rank waits less than the others."""
 
 
 class TrainStep:
@@ -93,8 +106,9 @@ class TrainStep:
     ) -> None:
         self.model, self.optimizer, self.mesh, self.spikes = model, optimizer, mesh, spikes
         self.routers = model.routers()
-        modules = model.named_modules()
-        self._moe_layers = [name for name, module in modules if isinstance(module, MoE)]
+        self._moe_layers = {
+            name: module.layer for name, module in model.named_modules() if isinstance(module, MoE)
+        }
         self._parameters = [name for name, _ in model.named_parameters()]
 
     def __call__(self, window: list[MicroBatch], lr: float) -> StepOutput:
@@ -123,8 +137,11 @@ class TrainStep:
         like = window_sums[0]
         local = torch.stack([sums.packed() for sums in window_sums]).sum(dim=0)
         limits = torch.full((2,), torch.inf) if self.spikes is None else self.spikes.limits()
-        result = self._step(lr, local, divisor)
-        global_sums = like.unpacked(result.sums)
+        result = self._step(lr, torch.cat([local, self._waits(sent)]), divisor)
+        sums, waited_L, waited_N = result.sums.split(
+            [len(local), len(self._moe_layers), self.mesh.world_size]
+        )
+        global_sums = like.unpacked(sums)
         update_after_step(self.routers, global_sums.counts_LE, result.applied)
         return StepOutput(
             tokens=tokens,
@@ -136,18 +153,33 @@ class TrainStep:
             squares=result.squares,
             limits=limits,
             traffic=sent,
+            waited_L=waited_L,
+            waited_N=waited_N,
         )
 
-    def _step(self, lr: float, local: Tensor, divisor: Tensor) -> StepResult:
+    def _waits(self, sent: StepTraffic) -> Tensor:
+        """This rank's waits for rows: by MoE layer, then its sum at its own place among all ranks.
+
+        Zeros on CUDA, where reading them would wait for the device.
+        """
+        waits = torch.zeros(len(self._moe_layers) + self.mesh.world_size, dtype=torch.float64)
+        if self.mesh.device.type == "cpu":
+            by_layer = sent.waited_by_layer()
+            waits_L = torch.tensor([by_layer.get(each, 0.0) for each in self._moe_layers.values()])
+            waits[: len(waits_L)] = waits_L
+            waits[len(waits_L) + self.mesh.rank] = waits_L.sum()
+        return waits.to(self.mesh.device)
+
+    def _step(self, lr: float, extra: Tensor, divisor: Tensor) -> StepResult:
         spikes = self.spikes
         if spikes is None:
-            return self.optimizer.step(lr, local)
+            return self.optimizer.step(lr, extra)
 
         def judge(grad_norm: Tensor, sums: Tensor) -> Tensor:
             # The first of the sums is the cross-entropy.
             return spikes.judge(torch.stack([sums[0] / divisor, grad_norm]))
 
-        return self.optimizer.step(lr, local, judge)
+        return self.optimizer.step(lr, extra, judge)
 
     def skip_cause(self, output: StepOutput) -> str:
         """Why a step was skipped; collective. For a message, so it may wait."""

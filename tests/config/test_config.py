@@ -47,7 +47,9 @@ def test_yaml_1_2_numbers(tmp_path):
         ("optim.lr=.nan", r"optim\.lr = nan: .* finite"),
         ("optim.lr=.inf", r"optim\.lr = inf: .* finite"),
         ("parallel.mode=zero3", r"parallel\.mode = 'zero3': .*'ddp' or 'fsdp'"),
-        ("parallel.dispatch=rowwise", r"parallel\.dispatch = 'rowwise': .*'collective'"),
+        ("parallel.dispatch=post", r"parallel\.dispatch = 'post': .*'collective' or 'rowwise'"),
+        ("parallel.capacity_factor=0", r"parallel\.capacity_factor = 0: .*greater than 0"),
+        ("parallel.capacity_factor=.inf", r"parallel\.capacity_factor = inf: .*finite number"),
         ("optim.name=muon", r"optim\.name = 'muon': .*'adamw' or 'sgd'"),
         ("tracking.wandb=off_line", r"tracking\.wandb = 'off_line': .*'offline'"),
         (

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from olmo_shard.dispatch.collective import CollectiveDispatcher
 from olmo_shard.dispatch.dispatcher import TokenDispatcher
-from olmo_shard.dispatch.exchange import DispatchHandle, sum_rows
+from olmo_shard.dispatch.exchange import sum_rows
 from olmo_shard.dispatch.local import LocalDispatcher
 from olmo_shard.dispatch.plan import make_plan
 from olmo_shard.distributed.runtime import Runtime
 from olmo_shard.kernels.expert_layout import expert_layout
 from olmo_shard.kernels.grouped_mlp import grouped_mlp
+from tests.support.dispatch import TRANSPORTS, dispatcher
 from tests.support.ranks import mesh_of
 
 EXPERTS, WIDTH, HIDDEN = 8, 12, 10
@@ -43,21 +43,27 @@ def expert_weights(requires_grad: bool = True) -> tuple[Tensor, Tensor]:
     return w_gate_up.requires_grad_(requires_grad), w_down.requires_grad_(requires_grad)
 
 
-def layer(
-    dispatcher: TokenDispatcher, x: Tensor, idx: Tensor, weights: Tensor, experts: Any
-) -> Tensor:
-    rows = dispatcher.finish(dispatcher.start(x, idx, weights))
+def layer(there: TokenDispatcher, x: Tensor, idx: Tensor, weights: Tensor, experts: Any) -> Tensor:
+    kept = there.admit(idx, weights, torch.ones(len(x), dtype=torch.bool))
+    rows = there.finish(there.start(x, kept, weights))
     w_gate_up, w_down = experts
     layout = expert_layout(rows.local_expert_Rm, w_gate_up.shape[0])
     weight_P = rows.weights_Rm.flatten()[layout.slot_P]
     y_RD = grouped_mlp(rows.x_RD, weight_P, w_gate_up, w_down, layout)
-    return dispatcher.combine(y_RD, rows.handle)
+    return there.combine(y_RD, rows.handle)
 
 
-def equality_case(rank: Runtime, kind: str, tokens: list[int], top_k: int, how: str) -> None:
+def equality_case(
+    rank: Runtime,
+    transport: str,
+    kind: str,
+    tokens: list[int],
+    top_k: int,
+    how: str,
+    capacity_factor: float | None = None,
+) -> None:
     mesh = mesh_of(rank, rank.world_size)
     own = mesh.local_experts(EXPERTS)
-    dispatcher = CollectiveDispatcher(EXPERTS, mesh.ep)
     everyone = []
     for other in range(rank.world_size):
         generator = torch.Generator().manual_seed(1000 + other)
@@ -67,13 +73,35 @@ def equality_case(rank: Runtime, kind: str, tokens: list[int], top_k: int, how: 
     x, dout, idx, weights = everyone[rank.rank]
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
     experts = [w.detach()[own.start : own.stop].clone().requires_grad_() for w in expert_weights()]
-    out = layer(dispatcher, x, idx, weights, experts)
-    out.backward(shaped(dout, how))
+    with dispatcher(
+        transport,
+        mesh.ep,
+        experts=EXPERTS,
+        top_k=top_k,
+        width=WIDTH,
+        max_tokens=max(tokens),
+        capacity_factor=capacity_factor,
+    ) as there:
+        out = layer(there, x, idx, weights, experts)
+        out.backward(shaped(dout, how))
+        compare_with_local(rank, everyone, how, capacity_factor, (out, x, weights, experts), own)
+        del out
 
+
+def compare_with_local(
+    rank: Runtime,
+    everyone: list[Any],
+    how: str,
+    capacity_factor: float | None,
+    found: tuple[Tensor, Tensor, Tensor, list[Tensor]],
+    own: range,
+) -> None:
+    out, x, weights, experts = found
     whole = expert_weights()
     for other, (x_ref, dout_ref, idx_ref, weights_ref) in enumerate(everyone):
         x_ref, weights_ref = x_ref.clone().requires_grad_(), weights_ref.clone().requires_grad_()
-        out_ref = layer(LocalDispatcher(EXPERTS), x_ref, idx_ref, weights_ref, whole)
+        local = LocalDispatcher(EXPERTS, capacity_factor)
+        out_ref = layer(local, x_ref, idx_ref, weights_ref, whole)
         out_ref.backward(shaped(dout_ref, how).contiguous())
         if other == rank.rank:
             close(out, out_ref)
@@ -102,72 +130,116 @@ def close(found: Tensor | None, expected: Tensor | None) -> None:
         assert (found - expected).abs().max().item() <= 1e-6 * peak
 
 
-@pytest.mark.parametrize("kind", ["uniform", "skewed", "one_hot", "last_rank_only"])
+KINDS = ["uniform", "skewed", "one_hot", "last_rank_only"]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("top_k", [1, 3, 8])
-def test_collective_equals_local(ranks, kind, top_k):
-    ranks(4).run(equality_case, kind, [20, 1, 0, 33], top_k, "plain")
+def test_every_transport_equals_local(ranks, transport, kind, top_k):
+    """K of 8 is every expert; four ranks have two experts each; one has no token at all."""
+    ranks(4).run(equality_case, transport, kind, [20, 1, 0, 33], top_k, "plain")
 
 
-def test_no_tokens_at_all(ranks):
-    ranks(2).run(equality_case, "uniform", [0, 0], 2, "plain")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("capacity_factor", [0.1, 0.6, 1.25])
+def test_every_transport_drops_the_same_routes(ranks, transport, capacity_factor):
+    case = (transport, "skewed", [20, 1, 0, 33], 3, "plain", capacity_factor)
+    ranks(4).run(equality_case, *case)
+    ranks(2).run(equality_case, transport, "uniform", [20, 7], 3, "plain", capacity_factor)
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_one_expert_a_rank(ranks, transport):
+    ranks(4).run(one_expert_case, transport)
+
+
+def one_expert_case(rank: Runtime, transport: str) -> None:
+    """e = 1, K = E: a token goes everywhere, each row has one slot."""
+    mesh = mesh_of(rank, rank.world_size)
+    experts = rank.world_size
+    idx = torch.stack([torch.randperm(experts) for _ in range(6)])
+    x = torch.randn(6, WIDTH)
+    with dispatcher(
+        transport, mesh.ep, experts=experts, top_k=experts, width=WIDTH, max_tokens=6
+    ) as there:
+        rows = there.finish(there.start(x, idx, torch.ones(idx.shape)))
+        assert rows.local_expert_Rm.tolist() == [[0]] * (6 * experts)
+        out = there.combine(rows.x_RD, rows.handle)
+        del rows
+    torch.testing.assert_close(out, experts * x, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_no_tokens_at_all(ranks, transport):
+    ranks(2).run(equality_case, transport, "uniform", [0, 0], 2, "plain")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("how", ["stride-0", "transposed", "sliced"])
-def test_gradients_that_are_not_contiguous(ranks, how):
-    ranks(4).run(equality_case, "uniform", [7, 7, 7, 7], 2, how)
+def test_gradients_that_are_not_contiguous(ranks, transport, how):
+    ranks(4).run(equality_case, transport, "uniform", [7, 7, 7, 7], 2, how)
 
 
-def rows_case(rank: Runtime) -> None:
+def rows_case(rank: Runtime, transport: str) -> None:
     """Each value names its token, so a misrouted row shows."""
+    tokens, top_k = 9, 3
     mesh = mesh_of(rank, rank.world_size)
     own = mesh.local_experts(EXPERTS)
-    dispatcher = CollectiveDispatcher(EXPERTS, mesh.ep)
-    tokens, top_k = 9, 3
     tag = torch.arange(tokens)[:, None] * 1.0 + 100 * rank.rank
     idx, weights = routing("skewed", rank.rank, tokens, top_k)
     for dtype in (torch.float32, torch.bfloat16):
         x = tag.expand(tokens, 7).to(dtype)
-        rows = dispatcher.finish(dispatcher.start(x, idx, weights))
-        expected = []
-        for source in range(rank.world_size):
-            source_idx, source_weights = routing("skewed", source, tokens, top_k)
-            for token in range(tokens):
-                routes = [k for k in range(top_k) if int(source_idx[token, k]) in own]
-                if routes:
-                    local = [int(source_idx[token, k]) - own.start for k in routes]
-                    carried = [source_weights[token, k].item() for k in routes]
-                    expected.append((100.0 * source + token, local, carried))
-        assert rows.x_RD.dtype == dtype
-        assert rows.weights_Rm.dtype == torch.float32
-        assert len(rows.x_RD) == len(expected)
-        for row, (value, local, carried) in enumerate(expected):
-            rounded = torch.tensor(value).to(dtype)
-            assert torch.equal(rows.x_RD[row], rounded.expand(7))
-            filled = len(local)
-            assert rows.local_expert_Rm[row, :filled].tolist() == local
-            assert rows.weights_Rm[row, :filled].tolist() == carried
-            assert (rows.local_expert_Rm[row, filled:] == -1).all()
-            assert (rows.weights_Rm[row, filled:] == 0).all()
-        back = dispatcher.combine(rows.x_RD.clone(), rows.handle)
+        shape = {"experts": EXPERTS, "top_k": top_k, "width": 7, "max_tokens": tokens}
+        with dispatcher(transport, mesh.ep, dtype=dtype, **shape) as there:
+            rows = there.finish(there.start(x, idx, weights))
+            expected = expected_rows(rank.world_size, own, tokens, top_k)
+            assert rows.weights_Rm.dtype == torch.float32
+            assert torch.equal(
+                rows.x_RD,
+                torch.tensor([v for v, _, _ in expected]).to(dtype)[:, None].expand(-1, 7),
+            )
+            assert rows.local_expert_Rm.tolist() == [local for _, local, _ in expected]
+            assert rows.weights_Rm.tolist() == [carried for _, _, carried in expected]
+            back = there.combine(rows.x_RD.clone(), rows.handle)
+            del rows
         visits = ((idx[:, :, None] // 4) == torch.arange(2)).any(dim=1).sum(dim=1, keepdim=True)
         assert torch.equal(back, (visits * x.float()).to(dtype))
 
 
-def test_rows_and_metadata_arrive_bitwise_where_they_belong(ranks):
-    ranks(2).run(rows_case)
+def expected_rows(world_size: int, own: range, tokens: int, top_k: int) -> list[Any]:
+    """Of each row for the experts ``own``: its value, local experts and weights by slot."""
+    found = []
+    for source in range(world_size):
+        idx, weights = routing("skewed", source, tokens, top_k)
+        for token in range(tokens):
+            here = [int(expert) in own for expert in idx[token]]
+            if any(here):
+                local = [
+                    int(e) - own.start if h else -1 for e, h in zip(idx[token], here, strict=True)
+                ]
+                carried = [
+                    w if h else 0.0 for w, h in zip(weights[token].tolist(), here, strict=True)
+                ]
+                found.append((100.0 * source + token, local, carried))
+    return found
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_rows_and_metadata_arrive_bitwise_where_they_belong(ranks, transport):
+    ranks(2).run(rows_case, transport)
 
 
 def test_rows_of_a_token_are_added_in_fp32():
     """256 + 1 + 1 + 1 from four ranks: added in bf16, each 1 would be lost."""
     plan = make_plan(torch.tensor([[0, 1, 2, 3]]), num_ranks=4, num_local_experts=1)
-    handle = DispatchHandle(plan=plan, send_counts=[1] * 4, recv_counts=[1] * 4)
-    rows = torch.tensor([[256.0], [1.0], [1.0], [1.0]], dtype=torch.bfloat16)
-    assert sum_rows(rows, handle).item() == 260.0  # 259 rounded to bf16
+    rows = torch.tensor([[[256.0]], [[1.0]], [[1.0]], [[1.0]]], dtype=torch.bfloat16)
+    assert sum_rows(list(rows), plan).item() == 260.0  # 259 rounded to bf16
 
 
 def test_only_one_exchange_may_be_outstanding():
-    dispatcher = LocalDispatcher(4)
+    there = LocalDispatcher(4)
     idx, weights = torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.5]])
-    dispatcher.start(torch.ones(1, 3), idx, weights)
+    there.start(torch.ones(1, 3), idx, weights)
     with pytest.raises(AssertionError, match="already outstanding"):
-        dispatcher.start(torch.ones(1, 3), idx, weights)
+        there.start(torch.ones(1, 3), idx, weights)

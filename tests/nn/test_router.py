@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from olmo_shard.nn.losses import IGNORE_INDEX
-from olmo_shard.nn.router import Router, update_after_step
+from olmo_shard.nn.router import Router, RouterStats, Routing, update_after_step
 from tests.support.tiny import model_config
 
 
@@ -21,6 +21,11 @@ def router(experts: int = 4, top_k: int = 2, width: int = 6, **options) -> Route
     return made
 
 
+def route(made: Router, x: torch.Tensor, labelled: torch.Tensor) -> tuple[Routing, RouterStats]:
+    routing = made(x)
+    return routing, made.stats(routing, labelled)
+
+
 def everything(x: torch.Tensor) -> torch.Tensor:
     return torch.ones(x.shape[:2], dtype=torch.bool)
 
@@ -29,7 +34,7 @@ def test_ties_go_to_the_lowest_ids():
     made = router(experts=6, top_k=3)
     torch.nn.init.zeros_(made.gate.weight)
     x = torch.randn(2, 5, 6)
-    routing, _ = made(x, everything(x))
+    routing = made(x)
     assert routing.topk_idx_TK.tolist() == [[0, 1, 2]] * 10
 
 
@@ -37,7 +42,7 @@ def test_a_nan_token_still_gets_distinct_ids_in_range():
     made = router(experts=6, top_k=4)
     x = torch.randn(1, 3, 6)
     x[0, 1] = float("nan")
-    routing, _ = made(x, everything(x))
+    routing = made(x)
     for ids in routing.topk_idx_TK.tolist():
         assert len(set(ids)) == 4
         assert all(0 <= each < 6 for each in ids)
@@ -45,16 +50,16 @@ def test_a_nan_token_still_gets_distinct_ids_in_range():
 
 def test_weights_by_option():
     x = torch.randn(1, 8, 6)
-    plain, _ = router()(x, everything(x))
+    plain = router()(x)
     made = router()
     probs = torch.softmax(x[0] @ made.gate.weight.T, dim=-1)
     assert torch.equal(plain.topk_weights_TK, probs.gather(1, plain.topk_idx_TK))
-    normalized, _ = router(normalize=True, scale=2.5)(x, everything(x))
+    normalized = router(normalize=True, scale=2.5)(x)
     assert torch.allclose(normalized.topk_weights_TK.sum(dim=1), torch.full((8,), 2.5))
-    after, _ = router(score_order="after_topk")(x, everything(x))
+    after = router(score_order="after_topk")(x)
     assert torch.equal(after.topk_idx_TK, plain.topk_idx_TK)
     assert torch.allclose(after.topk_weights_TK, normalized.topk_weights_TK / 2.5)
-    sigmoid, _ = router(scoring="sigmoid")(x, everything(x))
+    sigmoid = router(scoring="sigmoid")(x)
     logits = x[0] @ made.gate.weight.T
     assert torch.allclose(sigmoid.topk_weights_TK, logits.sigmoid().gather(1, sigmoid.topk_idx_TK))
 
@@ -63,7 +68,7 @@ def test_the_bias_moves_the_choice_and_not_the_weights():
     made = router(experts=4, top_k=1)
     x = torch.randn(1, 8, 6)
     made.expert_bias[2] = 10.0
-    routing, _ = made(x, everything(x))
+    routing = made(x)
     assert routing.topk_idx_TK.flatten().tolist() == [2] * 8
     probs = torch.softmax(x[0] @ made.gate.weight.T, dim=-1)
     assert torch.equal(routing.topk_weights_TK[:, 0], probs[:, 2])
@@ -72,7 +77,7 @@ def test_the_bias_moves_the_choice_and_not_the_weights():
 def test_logits_are_fp32_under_bf16():
     made = router().bfloat16()
     x = torch.randn(1, 4, 6, dtype=torch.bfloat16)
-    routing, stats = made(x, everything(x))
+    routing, stats = route(made, x, everything(x))
     expected = torch.softmax(x[0].float() @ made.gate.weight.float().T, dim=-1)
     assert routing.topk_weights_TK.dtype == torch.float32
     assert torch.equal(routing.topk_weights_TK, expected.gather(1, routing.topk_idx_TK))
@@ -87,7 +92,7 @@ def test_loss_is_one_a_token_at_perfect_balance(scope):
         made.gate.weight.copy_(torch.eye(4) * 3)
     made.lagged_counts.fill_(8)
     x = torch.eye(4).repeat(2, 1)[None].expand(2, 8, 4)
-    _, stats = made(x, everything(x))
+    _, stats = route(made, x, everything(x))
     assert stats.lb_loss.item() == pytest.approx(16.0, rel=1e-6)
 
 
@@ -100,14 +105,14 @@ def test_imbalance_raises_the_loss_whoever_the_favourite_is(scope):
             made.gate.weight.copy_(torch.eye(2) * 5)
         made.lagged_counts[favourite] = 32
         x = torch.eye(2)[favourite].expand(2, 8, 2)
-        _, stats = made(x, everything(x))
+        _, stats = route(made, x, everything(x))
         assert stats.lb_loss.item() / 16 > 1.9
 
 
 def test_global_scope_has_no_gradient_at_step_one():
     made = router()
     x = torch.randn(1, 8, 6)
-    _, stats = made(x, everything(x))
+    _, stats = route(made, x, everything(x))
     stats.lb_loss.backward()
     assert stats.lb_loss.item() == pytest.approx(8.0, rel=1e-6)
     assert made.gate.weight.grad is not None
@@ -123,7 +128,7 @@ def test_padding_changes_no_loss_gradient_or_load(scope):
     for tokens, mask in ((x, everything(x)), (padded, labelled)):
         made = router(lb_loss_scope=scope)
         made.lagged_counts.copy_(torch.tensor([1.0, 2, 3, 4]))
-        _, stats = made(tokens, mask)
+        _, stats = route(made, tokens, mask)
         (stats.lb_loss + stats.z_loss).backward()
         found.append((stats, made.gate.weight.grad))
     (alone, gradient), (with_padding, padded_gradient) = found
@@ -140,7 +145,7 @@ def test_scores_that_all_vanish_make_no_nan():
     x = torch.ones(1, 4, 6)
     x[0, 3] = float("nan")
     labelled = torch.tensor([[True, True, True, False]])
-    routing, stats = made(x, labelled)
+    routing, stats = route(made, x, labelled)
     assert stats.lb_loss.isfinite()
     assert stats.z_loss.isfinite()
     assert routing.topk_weights_TK[:3].isfinite().all()
@@ -149,7 +154,7 @@ def test_scores_that_all_vanish_make_no_nan():
 def test_z_loss_is_the_squared_logsumexp():
     made = router()
     x = torch.randn(1, 5, 6)
-    _, stats = made(x, everything(x))
+    _, stats = route(made, x, everything(x))
     expected = torch.logsumexp(x[0] @ made.gate.weight.T, dim=-1).square().sum()
     torch.testing.assert_close(stats.z_loss, expected)
 

@@ -64,7 +64,10 @@ def test_padding_changes_nothing_that_is_trained_or_logged():
     (plain, gradients), (padded, padded_gradients) = found
     assert torch.equal(plain.counts_LE, padded.counts_LE)
     assert (plain.counts_LE.sum(dim=1) == tokens.numel() * 2).all()
-    for mine, other in zip(plain, padded, strict=True):
+    # Rows travel for every token: an unlabelled one is seen by those behind it.
+    travelling = {"rows_sent_L", "rows_LW"}
+    for name in set(plain._fields) - travelling:
+        mine, other = getattr(plain, name), getattr(padded, name)
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-4)
     for name, gradient in gradients.items():
         peak = gradient.abs().max().item()

@@ -8,14 +8,17 @@ import torch
 
 from olmo_shard.distributed.runtime import Runtime
 from olmo_shard.distributed.traffic import traffic
+from tests.support.dispatch import TRANSPORTS
 from tests.support.tiny import build, model_config, moe_layer, train
 
 MOE_LAYERS = 2
 
 
-def calls_case(rank: Runtime, parallel: dict[str, Any], micro: int) -> dict[str, int]:
+def calls_case(
+    rank: Runtime, parallel: dict[str, Any], micro: int, model: dict[str, Any] | None = None
+) -> dict[str, int]:
     """Calls by kind of one step, counted where olmo_shard makes them."""
-    step = build(rank, model_config(), parallel, {"name": "adamw"})
+    step = build(rank, model_config(**(model or {})), parallel, {"name": "adamw"})
     train(step, rank, 1, micro)
     before = Counter(traffic.calls)
     train(step, rank, 1, micro, start=1)
@@ -44,20 +47,38 @@ def test_ddp_communicates_once_a_window(ranks, micro):
 
 @pytest.mark.parametrize(("recompute", "extra"), [("none", 0), ("full", 1)])
 @pytest.mark.parametrize("micro", [8, 1])
-def test_four_row_exchanges_a_layer_and_micro_batch(ranks, micro, recompute, extra):
-    """Collective dispatch adds one exchange of counts; a recompute dispatches again (pre-norm)."""
-    parallel = {"expert_parallel": 2, "activation_checkpointing": recompute}
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_four_row_exchanges_a_layer_and_micro_batch(ranks, transport, micro, recompute, extra):
+    """``collective`` adds one exchange of counts; a recompute dispatches again (pre-norm)."""
+    parallel = {
+        "expert_parallel": 2,
+        "activation_checkpointing": recompute,
+        "dispatch": transport,
+    }
     calls = ranks(2).run(calls_case, parallel, micro)[0]
-    micro_batches = 8 // micro
-    assert calls["rows"] == (4 + extra) * MOE_LAYERS * micro_batches
-    assert calls["counts"] == (1 + extra) * MOE_LAYERS * micro_batches
+    layers = MOE_LAYERS * (8 // micro)
+    assert calls["rows"] == (4 + extra) * layers
+    assert calls["metadata"] == (2 + extra) * layers
+    assert calls.get("counts", 0) == ((1 + extra) * layers if transport == "collective" else 0)
     assert (calls["tokens"], calls["control"]) == (1, 1)
+
+
+@pytest.mark.parametrize("norm_position", ["pre", "post"])
+@pytest.mark.parametrize("shared", [0, 1])
+def test_a_recompute_adds_one_exchange_before_a_norm_and_two_behind_one(
+    ranks, norm_position, shared
+):
+    parallel = {"expert_parallel": 2, "activation_checkpointing": "full", "dispatch": "rowwise"}
+    model = {"norm_position": norm_position, "moe": {"num_shared_experts": shared}}
+    calls = ranks(2).run(calls_case, parallel, 4, model)[0]
+    assert calls["rows"] == (5 if norm_position == "pre" else 6) * MOE_LAYERS * 2
 
 
 @pytest.mark.parametrize(
     "parallel",
     [
         {"expert_parallel": 2},
+        {"expert_parallel": 2, "dispatch": "collective"},
         {"mode": "fsdp"},
         {"mode": "fsdp", "fsdp": {"reshard": "window"}, "expert_parallel": 2},
         {"mode": "fsdp", "activation_checkpointing": "full"},
@@ -70,7 +91,8 @@ def test_no_collective_is_made_behind_the_counter(ranks, parallel):
     buckets = own["reduce"] + own["gather"]
     assert seen.pop("send") == seen.pop("recv_") == buckets > 0
     assert seen.pop("allreduce_") == own["tokens"] + own["control"]
-    assert sum(seen.values()) == own["rows"] + own["counts"], seen
+    rows = 0 if parallel.get("dispatch") != "collective" else own["rows"] + own["counts"]
+    assert sum(seen.values()) == rows, seen
 
 
 def test_fsdp_window_reduces_as_often_with_eight_micro_batches_as_with_one(ranks):
@@ -86,33 +108,35 @@ def test_fsdp_forward_reduces_every_micro_batch(ranks):
     assert ranks(2).run(calls_case, parallel, 1)[0]["reduce"] == 8 * one["reduce"]
 
 
-def payload_case(rank: Runtime, parallel: dict[str, Any]) -> tuple[int, int]:
-    """Bytes of row exchanges, and bytes by the formula from the routing seen."""
+def payload_case(rank: Runtime, parallel: dict[str, Any]) -> tuple[int, int, int]:
+    """Bytes of rows, of what travels with them, and pairs by the routing seen."""
     step = build(rank, model_config(), parallel, {"name": "adamw"})
     pairs: list[int] = []
     dispatcher = moe_layer(step.model, 1).dispatcher
     original = dispatcher.start
 
-    def start(x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, weights_TK: torch.Tensor) -> Any:
+    def start(x_TD: Any, topk_idx_TK: torch.Tensor, weights_TK: Any, layer: int) -> Any:
         owners = topk_idx_TK // dispatcher.num_local_experts
         for other in range(rank.world_size):
             if other != rank.rank:
                 pairs.append(int((owners == other).any(dim=1).sum()))
-        return original(x_TD, topk_idx_TK, weights_TK)
+        return original(x_TD, topk_idx_TK, weights_TK, layer)
 
     dispatcher.start = start  # type: ignore[method-assign]
-    before = traffic.bytes["rows"]
+    before = Counter(traffic.bytes)
     train(step, rank, 1, 4)
-    return traffic.bytes["rows"] - before, sum(pairs)
+    sent = Counter(traffic.bytes) - before
+    return sent["rows"], sent["metadata"], sum(pairs)
 
 
-def test_payload_is_the_distinct_pairs_of_token_and_remote_rank(ranks):
-    """D = 36 FP32 values a row; dispatch rows carry weights and experts of 8 bytes each."""
-    results = ranks(2).run(payload_case, {"expert_parallel": 2})
-    sent = sum(found for found, _ in results)
-    rows = sum(pairs for _, pairs in results)
-    metadata = (8 + 8) + 0 + 0 + 8  # dispatch, combine, and their gradients
-    assert sent == rows * (4 * 36 * 4 + metadata)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_payload_is_the_distinct_pairs_of_token_and_remote_rank(ranks, transport):
+    """D = 36 FP32 values a row, four times; K = 2 weights and experts with the dispatch, K weight
+    gradients with the way back."""
+    results = ranks(2).run(payload_case, {"expert_parallel": 2, "dispatch": transport})
+    rows, metadata, pairs = (sum(each) for each in zip(*results, strict=True))
+    assert rows == pairs * 4 * 36 * 4
+    assert metadata == pairs * (2 * (4 + 4) + 2 * 4)
 
 
 def bytes_case(

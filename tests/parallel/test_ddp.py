@@ -98,7 +98,7 @@ def unused_case(rank: Runtime) -> list[list[Any]]:
     with torch.device("meta"):
         model = TwoHeads()
     config = ParallelConfig()
-    parameters = spread_experts(model, mesh, config)
+    parameters = spread_experts(model, mesh)
 
     def ones(logical: LogicalParameter) -> torch.Tensor:
         return torch.ones(logical.shape)

@@ -70,7 +70,10 @@ LAYOUTS = [
     (1, {"mode": "ddp"}, 1),
     (1, {"mode": "ddp", "dispatch": "collective"}, 4),
     (2, {"mode": "ddp", "expert_parallel": 1}, 4),
+    (1, {"mode": "ddp", "dispatch": "rowwise"}, 4),
     (2, {"mode": "ddp", "expert_parallel": 2}, 2),
+    (2, {"mode": "ddp", "expert_parallel": 2, "dispatch": "collective"}, 2),
+    (4, {"mode": "ddp", "expert_parallel": 4, "dispatch": "collective"}, 2),
     (2, {"mode": "ddp", "expert_parallel": 2, "ddp": {"bucket_cap_mb": 0.01}}, 8),
     (4, {"mode": "ddp", "expert_parallel": 1}, 1),
     (4, {"mode": "ddp", "expert_parallel": 2, "activation_checkpointing": "full"}, 2),
@@ -89,7 +92,7 @@ def test_sgd_weights_equal_those_of_one_rank(ranks, size, parallel, micro):
     compare(ranks, size, {}, parallel, SGD, micro)
 
 
-@pytest.mark.parametrize(("size", "parallel", "micro"), [LAYOUTS[3], LAYOUTS[7], LAYOUTS[12]])
+@pytest.mark.parametrize(("size", "parallel", "micro"), [LAYOUTS[4], LAYOUTS[10], LAYOUTS[15]])
 def test_adamw_losses_equal_those_of_one_rank(ranks, size, parallel, micro):
     expected = torch.tensor(one_rank(ranks, {}, ADAMW, 3e-3)[0][0])
     found = ranks(size).run(run_case, {}, parallel, ADAMW, micro, 3e-3)

@@ -46,12 +46,23 @@ class RankGroup:
             self._processes.append(process)
 
     def run(self, case: Callable[..., Any], *args: Any) -> list[Any]:
-        for pipe in self._pipes:
-            pipe.send((case, args))
-        outcomes = [self._outcome(rank, pipe) for rank, pipe in enumerate(self._pipes)]
+        outcomes = self.outcomes(case, *args)
         failed = [f"rank {rank}:\n{error}" for rank, (error, _) in enumerate(outcomes) if error]
         assert not failed, "\n".join(failed)
         return [value for _, value in outcomes]
+
+    def outcomes(self, case: Callable[..., Any], *args: Any) -> list[tuple[str | None, Any]]:
+        """Of each rank: the traceback of what it raised, or null; and what it returned."""
+        for pipe in self._pipes:
+            pipe.send((case, args))
+        return [self._outcome(rank, pipe) for rank, pipe in enumerate(self._pipes)]
+
+    def kill(self) -> None:
+        """Without a chance to clean up."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+            process.close()
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -66,7 +77,10 @@ class RankGroup:
     def _outcome(self, rank: int, pipe: Any) -> tuple[str | None, Any]:
         if not pipe.poll(_CASE_SECONDS):
             return f"no answer within {_CASE_SECONDS} s", None
-        return pipe.recv()
+        try:
+            return pipe.recv()
+        except EOFError:
+            return "the process ended", None
 
 
 def _serve(pipe: Any, rank: int, size: int, port: int) -> None:

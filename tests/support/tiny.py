@@ -100,7 +100,7 @@ def build(
     config = ParallelConfig.model_validate(parallel)
     mesh = mesh_of(rank, config.expert_parallel)
     module = meta_model(model)
-    data_parallel = parallelize(module, mesh, config, seed)
+    data_parallel = parallelize(module, mesh, config, seed, max_tokens=SEQUENCES * LENGTH)
     optimizer = DistributedOptimizer(data_parallel, mesh, OptimConfig.model_validate(optim))
     return TrainStep(module, optimizer, mesh)
 
@@ -109,7 +109,7 @@ def small_model(rank: Runtime, model: Any) -> tuple[Any, DDPModel]:
     """Any module in mode ddp, all weights 1; each parameter is a bucket, and a window has begun."""
     mesh = mesh_of(rank)
     config = ParallelConfig.model_validate({"ddp": {"bucket_cap_mb": 1e-6}})
-    parameters = spread_experts(model, mesh, config)
+    parameters = spread_experts(model, mesh)
     data_parallel = DDPModel(model, mesh, config, parameters, lambda p: torch.ones(p.shape))
     data_parallel.begin_window()
     return model, data_parallel

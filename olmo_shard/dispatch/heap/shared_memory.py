@@ -1,0 +1,198 @@
+"""A symmetric heap of the ranks of one host, for CPUs: anonymous shared memory.
+
+Each rank makes its arena by ``memfd_create``; its peers open it through /proc/PID/fd and map it, so
+a put is a plain store. The memory has no name: it is gone with the last process that maps it,
+whatever ends them, and the size of /dev/shm does not matter.
+
+[Note: release and acquire] On x86-64 stores become visible in program order, but for the streaming
+stores that a memory copy may use, and loads are not reordered with older loads. So a release is a
+full fence, then a plain aligned 64-bit store; an acquire is a plain load. Taking a lock is the
+fence: the locked instruction in it also completes streaming stores (Intel SDM vol. 3A, 11.2.2 and
+13.3). Copies made by torch's worker threads come before the end of the operation, which the caller
+waits for. On processors with weaker order this would be wrong, so there the heap is refused.
+"""
+
+import mmap
+import os
+import platform
+import select
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from olmo_shard.dispatch.heap.base import SymmetricHeap
+from olmo_shard.distributed.agree import on_every_rank
+from olmo_shard.distributed.collectives import gather_objects
+from olmo_shard.errors import HeapError, LostPeerError
+
+_FLAG_BYTES = 8
+_SPIN_SECONDS = 0.002
+"""How long a wait only yields its core; then it sleeps between looks."""
+_SLEEP_SECONDS = (50e-6, 2e-3)
+"""First and longest sleep between two looks."""
+_DEATH_CHECK_SECONDS = 0.1
+
+
+def unsupported() -> str | None:
+    """Why this machine cannot have such a heap; null if it can."""
+    machine = platform.machine()
+    if sys.platform != "linux" or machine not in ("x86_64", "AMD64"):
+        return f"it needs Linux on x86-64, this is {sys.platform} on {machine}"
+    return None
+
+
+def host_identity() -> tuple[str, int]:
+    """Equal on ranks that can see each other's processes: boot id and process namespace."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return boot_id, os.stat("/proc/self/ns/pid").st_ino
+
+
+class SharedMemoryHeap(SymmetricHeap):
+    """See [Note: heap].
+
+    :param group: ranks that share a host and a process namespace; collective over them.
+    :param arena_bytes: of each rank.
+    :param num_flags: of each rank.
+    :param timeout: how long a wait may take.
+    :raises HeapError: on every rank, where one of them cannot make or map an arena.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, arena_bytes: int, num_flags: int, timeout: timedelta
+    ) -> None:
+        self.rank, self.size, self.timeout = group.rank(), group.size(), timeout
+        self._global_ranks = dist.get_process_group_ranks(group)
+        self._me = f"rank {self._global_ranks[self.rank]}"
+        flag_bytes = -(-num_flags * _FLAG_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+        total = flag_bytes + arena_bytes
+        with ExitStack() as descriptors:
+            arena = on_every_rank(group, lambda: _allocate(total, descriptors))
+            places = gather_objects((os.getpid(), arena), group)
+            self._pids = [pid for pid, _ in places]
+            self._maps = on_every_rank(group, lambda: [_map(*place, total) for place in places])
+        # Only mappings are left: the memory goes with the last of them.
+        self._flags = [memoryview(each)[:flag_bytes].cast("q") for each in self._maps]
+        self.arenas = [_tensor(each, flag_bytes, arena_bytes) for each in self._maps]
+        self._processes = _Processes(self._pids, self.rank)
+        self._fence = threading.Lock()
+
+    def release(self, peer: int, flag: int, value: int) -> None:
+        with self._fence:  # see [Note: release and acquire]
+            pass
+        self._flags[peer][flag] = value
+
+    def wait(self, flags: Mapping[int, int], value: int, what: str) -> None:
+        begun = time.monotonic()
+        next_check = begun + _DEATH_CHECK_SECONDS
+        pause = _SLEEP_SECONDS[0]
+        while missing := self._missing(flags, value, what):
+            now = time.monotonic()
+            if now - begun < _SPIN_SECONDS:
+                os.sched_yield()
+                continue
+            time.sleep(pause)
+            pause = min(2 * pause, _SLEEP_SECONDS[1])
+            if now >= next_check:
+                next_check = now + _DEATH_CHECK_SECONDS
+                self._check_alive(flags, value, what)
+            if now - begun > self.timeout.total_seconds():
+                raise LostPeerError(
+                    f"{self._me} timed out waiting {self.timeout.total_seconds():g} s for "
+                    f"{self._named(missing)}, {what}; if nothing is wrong there, raise "
+                    "run.timeout_seconds"
+                )
+
+    def close(self) -> None:
+        self.arenas = []
+        for flags in self._flags:
+            flags.release()
+        self._flags = []
+        for each in self._maps:
+            each.close()
+        self._maps = []
+        self._processes.close()
+
+    def _missing(self, flags: Mapping[int, int], value: int, what: str) -> list[int]:
+        own = self._flags[self.rank]
+        missing = []
+        for peer, flag in flags.items():
+            found = own[flag]
+            if found > value:
+                raise AssertionError(f"flag {flag} is {found}, ahead of {value}: {what}")
+            if found != value:
+                missing.append(peer)
+        return missing
+
+    def _check_alive(self, flags: Mapping[int, int], value: int, what: str) -> None:
+        dead = self._processes.dead()
+        # A peer may have set its flag and then ended as it should: look again.
+        if lost := [peer for peer in self._missing(flags, value, what) if peer in dead]:
+            raise LostPeerError(f"{self._me} lost a peer: {self._named(lost)} ended, {what}")
+
+    def _named(self, peers: list[int]) -> str:
+        named = (f"{self._global_ranks[peer]} (process {self._pids[peer]})" for peer in peers)
+        return f"rank(s) {', '.join(named)}"
+
+
+class _Processes:
+    """Watches the peers' processes; one that nobody has waited for (a zombie) has ended, too."""
+
+    def __init__(self, pids: list[int], own_rank: int) -> None:
+        self._rank_of: dict[int, int] = {}
+        self._closing: list[weakref.finalize[..., _Processes]] = []
+        self._poll = select.poll()
+        for rank, pid in enumerate(pids):
+            if rank != own_rank:
+                descriptor = os.pidfd_open(pid)
+                self._rank_of[descriptor] = rank
+                self._closing.append(weakref.finalize(self, os.close, descriptor))
+                self._poll.register(descriptor, select.POLLIN)
+
+    def dead(self) -> set[int]:
+        return {self._rank_of[descriptor] for descriptor, _ in self._poll.poll(0)}
+
+    def close(self) -> None:
+        for closing in self._closing:
+            closing()
+
+
+def _allocate(num_bytes: int, descriptors: ExitStack) -> int:
+    """A descriptor of zeroed memory that is there, not only promised; the stack will close it."""
+    try:
+        descriptor = os.memfd_create("olmo_shard", os.MFD_CLOEXEC)
+        descriptors.callback(os.close, descriptor)
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError as error:
+        raise HeapError(
+            f"cannot allocate {num_bytes:,} bytes of shared memory: {error.strerror}"
+        ) from error
+    return descriptor
+
+
+def _map(pid: int, descriptor: int, num_bytes: int) -> mmap.mmap:
+    path = f"/proc/{pid}/fd/{descriptor}"
+    try:
+        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise HeapError(f"cannot open {path}, a peer's memory: {error.strerror}") from error
+    try:
+        return mmap.mmap(opened, num_bytes)
+    except OSError as error:
+        raise HeapError(f"cannot map {num_bytes:,} bytes: {error.strerror}") from error
+    finally:
+        os.close(opened)
+
+
+def _tensor(mapped: mmap.mmap, start: int, num_bytes: int) -> Tensor:
+    """By way of NumPy, which keeps the mapping from being closed under a tensor that is in use."""
+    return torch.from_numpy(np.frombuffer(mapped, dtype=np.uint8, offset=start, count=num_bytes))

@@ -1,0 +1,192 @@
+"""Rows are written straight into the memory of the ranks that want them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from olmo_shard.dispatch.dispatcher import TokenDispatcher
+from olmo_shard.dispatch.exchange import DispatchHandle, Received, sum_rows
+from olmo_shard.dispatch.mailbox import Mailbox, Region
+from olmo_shard.dispatch.plan import DispatchPlan
+from olmo_shard.dispatch.warm_buffers import WarmBuffers
+from olmo_shard.distributed.traffic import traffic
+from olmo_shard.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Metadata:
+    """Of the rows for each rank, by slot."""
+
+    weights: tuple[Tensor, ...]
+    local_expert: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outward:
+    """This rank's part of a push, until the pull."""
+
+    x_TD: Tensor
+    plan: DispatchPlan
+    metadata: _Metadata | None
+    recv_counts: list[int] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Back:
+    """This rank's part of a push_back, until the pull: its rows for itself."""
+
+    rows: Tensor
+    weights: Tensor | None
+
+
+class RowwiseDispatcher(TokenDispatcher):
+    """Puts each row, and what belongs to it, into a mailbox of the rank that wants it.
+
+    Counts arrive with the rows, so nothing is exchanged beforehand. Rows for this rank itself stay
+    where they are until they are copied to where they are wanted.
+
+    :param mailbox: of this rank; closed with the dispatcher.
+    :param max_tokens: of a rank's micro-batch, for which the mailbox was made.
+    """
+
+    name = "rowwise"
+
+    def __init__(
+        self,
+        num_experts: int,
+        mailbox: Mailbox,
+        max_tokens: int,
+        capacity_factor: float | None = None,
+    ) -> None:
+        super().__init__(num_experts, mailbox.heap.size, capacity_factor)
+        self.mailbox, self.max_tokens = mailbox, max_tokens
+        self.rank = mailbox.heap.rank
+        layout = mailbox.layout
+        most_rows = max_tokens + (self.num_ranks - 1) * layout.max_rows
+        self._rows = WarmBuffers(most_rows * layout.width * layout.dtype.itemsize)
+        self._sums = WarmBuffers(max_tokens * layout.width * torch.float32.itemsize)
+        self._outward: _Outward | None = None
+        self._back: _Back | None = None
+
+    def push(
+        self,
+        x_TD: Tensor,
+        plan: DispatchPlan,
+        topk_weights_TK: Tensor | None = None,
+        recv_counts: list[int] | None = None,
+    ) -> None:
+        self._check_fits(plan)
+        metadata = None
+        if topk_weights_TK is not None:
+            weights_Sm = plan.weights_by_slot(topk_weights_TK)
+            metadata = _Metadata(
+                weights=weights_Sm.split(plan.send_counts),
+                local_expert=plan.local_expert_Sm.split(plan.send_counts),
+            )
+
+        def write(peer: int, region: Region) -> None:
+            tokens = plan.tokens_of_rank[peer]
+            region.num_rows.fill_(len(tokens))
+            torch.index_select(x_TD, 0, tokens, out=region.rows[: len(tokens)])
+            if metadata is not None:
+                region.weights[: len(tokens)] = metadata.weights[peer]
+                region.local_expert[: len(tokens)] = metadata.local_expert[peer]
+
+        self.mailbox.put(write)
+        self._count(plan, plan.send_counts, 0 if metadata is None else 8)
+        self._outward = _Outward(x_TD=x_TD, plan=plan, metadata=metadata, recv_counts=recv_counts)
+
+    def pull(self) -> Received:
+        assert self._outward is not None, "no push is outstanding"
+        outward, self._outward = self._outward, None
+        x_TD, plan, metadata = outward.x_TD, outward.plan, outward.metadata
+        self._wait(plan)
+        with self.mailbox.consume() as regions:
+            counts = self._counts(regions, own=plan.send_counts[self.rank])
+            assert outward.recv_counts in (None, counts), "not the counts of the dispatch"
+            rows_RD = self._rows.empty((sum(counts), x_TD.shape[1]), x_TD.dtype)
+            for source, rows in enumerate(rows_RD.split(counts)):
+                if source == self.rank:
+                    torch.index_select(x_TD, 0, plan.tokens_of_rank[source], out=rows)
+                else:
+                    rows.copy_(regions[source].rows[: len(rows)])
+            if metadata is None:
+                return Received(rows_RD, None, None, counts)
+            weights = {source: region.weights for source, region in regions.items()}
+            experts = {source: region.local_expert for source, region in regions.items()}
+            return Received(
+                rows_RD,
+                torch.cat(self._by_rank(metadata.weights[self.rank], weights, counts)),
+                torch.cat(self._by_rank(metadata.local_expert[self.rank], experts, counts)),
+                counts,
+            )
+
+    def push_back(
+        self, rows_RD: Tensor, handle: DispatchHandle, weights_Rm: Tensor | None = None
+    ) -> None:
+        rows_of = rows_RD.split(handle.recv_counts)
+        weights_of = None if weights_Rm is None else weights_Rm.split(handle.recv_counts)
+
+        def write(peer: int, region: Region) -> None:
+            num_rows = len(rows_of[peer])
+            region.num_rows.fill_(num_rows)
+            region.rows[:num_rows] = rows_of[peer]
+            if weights_of is not None:
+                region.weights[:num_rows] = weights_of[peer]
+
+        self.mailbox.put(write)
+        self._count(handle.plan, handle.recv_counts, 0 if weights_of is None else 4)
+        own_weights = None if weights_of is None else weights_of[self.rank]
+        self._back = _Back(rows=rows_of[self.rank], weights=own_weights)
+
+    def pull_back(self, plan: DispatchPlan) -> tuple[Tensor, Tensor | None]:
+        assert self._back is not None, "no push_back is outstanding"
+        own, self._back = self._back, None
+        self._wait(plan)
+        with self.mailbox.consume() as regions:
+            counts = self._counts(regions, own=len(own.rows))
+            assert counts == plan.send_counts, "not as many rows came back as were sent"
+            rows = {source: region.rows for source, region in regions.items()}
+            out_TD = self._sums.empty((plan.num_tokens, own.rows.shape[1]), torch.float32)
+            sums_TD = sum_rows(self._by_rank(own.rows, rows, counts), plan, out_TD)
+            if own.weights is None:
+                return sums_TD, None
+            weights = {source: region.weights for source, region in regions.items()}
+            return sums_TD, torch.cat(self._by_rank(own.weights, weights, counts))
+
+    def close(self) -> None:
+        self.mailbox.close()
+
+    def _check_fits(self, plan: DispatchPlan) -> None:
+        if plan.num_tokens > self.max_tokens:
+            raise ConfigurationError(
+                f"a micro-batch of {plan.num_tokens} tokens does not fit a mailbox made for "
+                f"{self.max_tokens}: tell parallelize of the largest one (max_tokens)"
+            )
+
+    def _wait(self, plan: DispatchPlan) -> None:
+        with traffic.waiting("rows", torch.device("cpu"), plan.layer):
+            self.mailbox.wait(f"layer {plan.layer}")
+
+    def _counts(self, regions: dict[int, Region], own: int) -> list[int]:
+        """Rows from each rank."""
+        others = range(self.num_ranks)
+        return [own if s == self.rank else int(regions[s].num_rows) for s in others]
+
+    def _by_rank(self, own: Tensor, others: dict[int, Tensor], counts: list[int]) -> list[Tensor]:
+        """What came from each rank, in rank order."""
+        return [
+            own if rank == self.rank else others[rank][:count] for rank, count in enumerate(counts)
+        ]
+
+    def _count(self, plan: DispatchPlan, counts: list[int], slot_bytes: int) -> None:
+        """Note what was sent; one count and one flag a peer apart.
+
+        :param slot_bytes: that travel with a row for each of its slots.
+        """
+        layout = self.mailbox.layout
+        remote = sum(counts) - counts[self.rank]
+        traffic.add("rows", remote * layout.width * layout.dtype.itemsize, plan.layer)
+        if slot_bytes:
+            traffic.add("metadata", remote * layout.num_slots * slot_bytes, plan.layer)

@@ -22,19 +22,15 @@ from typing import Any
 
 import bench_report
 import shaped_network
-import torch
+from bench_model import build, random_window
 from stopwatch import now
 from torch.distributed import TCPStore
 
-from olmo_shard.config import Config, ParallelConfig, load_config
-from olmo_shard.data.loader import MicroBatch
+from olmo_shard.config import Config, load_config
 from olmo_shard.distributed.collectives import gather_objects
 from olmo_shard.distributed.environment import RankInfo
 from olmo_shard.distributed.mesh import Mesh, build_mesh
 from olmo_shard.distributed.runtime import runtime
-from olmo_shard.nn.transformer import Transformer
-from olmo_shard.optim.sharded import DistributedOptimizer
-from olmo_shard.parallel.apply import parallelize
 from olmo_shard.train.step import TrainStep
 
 PORT = 29500
@@ -127,7 +123,7 @@ def _worker(job: dict[str, Any]) -> None:
     )
     with runtime(info, config.run, served=not job["shaped"]) as here:
         mesh = build_mesh(here, config.parallel.expert_parallel)
-        steps = {mode: _build(config, mesh, MODES[mode]) for mode in job["modes"]}
+        steps = {mode: build(config, mesh, MODES[mode]) for mode in job["modes"]}
         rows: list[dict[str, Any]] = []
         for turn in range(job["turns"]):
             for window in job["windows"]:
@@ -140,23 +136,12 @@ def _worker(job: dict[str, Any]) -> None:
             Path(job["result"]).write_text(json.dumps(rows), encoding="utf-8")
 
 
-def _build(config: Config, mesh: Mesh, changes: dict[str, Any]) -> TrainStep:
-    fields = config.parallel.model_dump()
-    for name, value in changes.items():
-        fields[name] = fields[name] | value if isinstance(value, dict) else value
-    with torch.device("meta"):
-        model = Transformer(config.model)
-    parallel = ParallelConfig.model_validate(fields)
-    data_parallel = parallelize(model, mesh, parallel, config.run.seed)
-    return TrainStep(model, DistributedOptimizer(data_parallel, mesh, config.optim), mesh)
-
-
 def _timed(
     config: Config, mesh: Mesh, step: TrainStep, window: int, job: dict[str, Any]
 ) -> dict[str, Any]:
     """Figures of this rank per step, and of all ranks where they add up."""
     data_parallel, count = step.optimizer.data_parallel, job["steps"]
-    windows = [_window(config, mesh, window) for _ in range(count + 1)]
+    windows = [random_window(config, mesh, window) for _ in range(count + 1)]
     before = shaped_network.sent_bytes() if job["shaped"] else 0
     step(windows[0], LR)
     begun = now()
@@ -179,16 +164,6 @@ def _timed(
         "link_bytes": sent,
         "optimal_bytes": _optimal_bytes(step, mesh),
     }
-
-
-def _window(config: Config, mesh: Mesh, length: int) -> list[MicroBatch]:
-    sequences = config.train.micro_batch_tokens // config.data.sequence_length
-    shape = (sequences, config.data.sequence_length + 1)
-    window = []
-    for _ in range(length):
-        ids = torch.randint(config.model.vocab_size, shape, device=mesh.device)
-        window.append(MicroBatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), None))
-    return window
 
 
 def _optimal_bytes(step: TrainStep, mesh: Mesh) -> float:

@@ -91,28 +91,6 @@ class Transport(ABC):
         """Wait for all ranks; returns the sum of each token's rows [T, D], and weights [S, m]."""
 
 
-def sum_rows(
-    rows_of_rank: list[Tensor], plan: DispatchPlan, out_TD: Tensor | None = None
-) -> Tensor:
-    """Add the rows of a token, at most one a rank, in FP32 and in rank order: [T, D].
-
-    :param rows_of_rank: for each rank its rows, [S_d, D] with S_d of ``plan.send_counts``; they are
-        read in place and need not be contiguous.
-    :param out_TD: FP32, where to add them.
-    """
-    like, dtype = rows_of_rank[0], torch.float32
-    if out_TD is None:
-        out_TD = torch.empty(plan.num_tokens, like.shape[1], dtype=dtype, device=like.device)
-    first, *others = (rows.to(dtype) for rows in rows_of_rank)
-    # Rank 0's rows are copied, which takes a third of the time of zeros and an addition.
-    if len(first):
-        torch.index_select(first, 0, plan.first_row_T.clamp(min=0), out=out_TD)
-    out_TD.index_fill_(0, (plan.first_row_T < 0).nonzero()[:, 0], 0)
-    for tokens, rows in zip(plan.tokens_of_rank[1:], others, strict=True):
-        out_TD.index_add_(0, tokens, rows)
-    return out_TD.to(like.dtype)
-
-
 class _DispatchStart(torch.autograd.Function):
     @staticmethod
     def forward(

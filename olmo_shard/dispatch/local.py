@@ -3,8 +3,9 @@
 from torch import Tensor
 
 from olmo_shard.dispatch.dispatcher import TokenDispatcher
-from olmo_shard.dispatch.exchange import DispatchHandle, Received, sum_rows
+from olmo_shard.dispatch.exchange import DispatchHandle, Received
 from olmo_shard.dispatch.plan import DispatchPlan
+from olmo_shard.dispatch.sum_rows import sum_rows
 
 
 class LocalDispatcher(TokenDispatcher):

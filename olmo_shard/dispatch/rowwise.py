@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from olmo_shard.dispatch.dispatcher import TokenDispatcher
-from olmo_shard.dispatch.exchange import DispatchHandle, Received, sum_rows
+from olmo_shard.dispatch.exchange import DispatchHandle, Received
 from olmo_shard.dispatch.mailbox import Mailbox, Region
 from olmo_shard.dispatch.plan import DispatchPlan
+from olmo_shard.dispatch.sum_rows import sum_rows
 from olmo_shard.dispatch.warm_buffers import WarmBuffers
 from olmo_shard.distributed.traffic import traffic
 from olmo_shard.errors import ConfigurationError

@@ -15,7 +15,7 @@ def test_the_documented_example():
     assert plan.send_counts == [2, 2]
     assert plan.local_expert_Sm.tolist() == [[-1, 0], [-1, 1], [1, -1], [0, 1]]
     assert plan.local_expert_Sm.dtype == torch.int32
-    assert plan.first_row_T.tolist() == [0, -1, 1]
+    assert plan.goes_WT.int().tolist() == [[1, 0, 1], [1, 1, 0]]
     assert plan.slot_TK.tolist() == [[6, 3], [8, 9], [0, 5]]
 
 
@@ -72,10 +72,11 @@ def test_positions_lead_back_to_where_they_came_from(routing, data):
     by_slot = plan.weights_by_slot(weights)
     assert torch.equal(by_slot > 0, plan.local_expert_Sm >= 0)
     assert torch.equal(plan.weights_by_route(by_slot), torch.where(idx >= 0, weights, 0))
-    first = plan.first_row_T
-    goes = ((idx >= 0) & (idx < num_experts // num_ranks)).any(dim=1)
-    assert torch.equal(first >= 0, goes)
-    assert torch.equal(plan.token_S[first[goes]], goes.nonzero()[:, 0])
+    local = num_experts // num_ranks
+    for rank, goes_T in enumerate(plan.goes_WT):
+        goes = ((idx >= rank * local) & (idx < (rank + 1) * local)).any(dim=1)
+        assert torch.equal(goes_T, goes)
+        assert torch.equal(plan.tokens_of_rank[rank], goes.nonzero()[:, 0])
 
 
 @settings(max_examples=100, deadline=None)

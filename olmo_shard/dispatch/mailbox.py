@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from olmo_shard.dispatch.heap.base import SymmetricHeap
+from olmo_shard.distributed.host_memory import in_units
 
 SLOTS = 2
 _ALIGN = 64
@@ -84,7 +85,7 @@ class MailboxLayout:
         """The formula with its numbers."""
         return (
             f"mailboxes of {SLOTS} slots x {self.num_ranks - 1} peer(s) x {self.max_rows} rows x "
-            f"{self.row_bytes} B = {self.arena_bytes / 2**20:.1f} MiB a rank"
+            f"{self.row_bytes} B = {in_units(self.arena_bytes)} a rank"
         )
 
     @property

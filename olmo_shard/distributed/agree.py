@@ -21,7 +21,8 @@ def on_every_rank(group: dist.ProcessGroup, action: Callable[[], T]) -> T:
         problem = error
     for rank, other in enumerate(collectives.gather_objects(problem, group)):
         if other is not None:
-            raise type(other)(f"rank {rank}: {other}" if group.size() > 1 else str(other))
+            named = f"rank {dist.get_global_rank(group, rank)}: {other}"
+            raise type(other)(named if group.size() > 1 else str(other))
     return result
 
 

@@ -16,9 +16,10 @@ def available_memory() -> int:
 
 
 def in_units(num_bytes: int) -> str:
-    """For a message: the bytes themselves, and rounded in MiB or GiB."""
-    unit, name = (2**30, "GiB") if num_bytes >= 2**30 else (2**20, "MiB")
-    return f"{num_bytes:,} bytes ({num_bytes / unit:.1f} {name})"
+    """For a message: 3,221,225 bytes (3.1 MiB)."""
+    powers = {"GiB": 30, "MiB": 20, "KiB": 10}
+    unit = next((name for name, power in powers.items() if num_bytes >= 2**power), "KiB")
+    return f"{num_bytes:,} bytes ({num_bytes / 2 ** powers[unit]:.1f} {unit})"
 
 
 def _available_on_host() -> int:

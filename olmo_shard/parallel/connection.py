@@ -181,21 +181,15 @@ def check_memory(layout: MailboxLayout, num_ranks: int, available: int) -> None:
 def _heap(mesh: Mesh, layout: MailboxLayout) -> SharedMemoryHeap:
     """Made on all ranks, or on none."""
     heap: SharedMemoryHeap | None = None
-    problem: HeapError | None = None
+    problem: str | None = None
     try:
         heap = SharedMemoryHeap(mesh.ep, layout.arena_bytes, layout.num_flags, mesh.timeout)
     except HeapError as error:
-        problem = error
-
-    def report() -> None:
-        if problem is not None:
-            raise problem
-
-    try:
-        on_every_rank(mesh.control, report)
-    except HeapError:
+        problem = str(error)
+    problems = [other for other in gather_objects(problem, mesh.control) if other is not None]
+    if problems:
         if heap is not None:
             heap.close()
-        raise
+        raise HeapError(problems[0])
     assert heap is not None
     return heap

@@ -188,7 +188,7 @@ def test_regions_of_a_mailbox_do_not_overlap_and_fill_it():
 
 def test_the_formula_is_said_with_its_numbers():
     assert LAYOUT.describe() == (
-        "mailboxes of 2 slots x 2 peer(s) x 5 rows x 30 B = 0.0 MiB a rank"
+        "mailboxes of 2 slots x 2 peer(s) x 5 rows x 30 B = 1,280 bytes (1.2 KiB) a rank"
     )
 
 

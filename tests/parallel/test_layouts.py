@@ -137,6 +137,50 @@ def test_fewer_experts_than_shards_cut_the_other_dimension(ranks, reshard):
     compare(ranks, 4, few, {"mode": "fsdp", "fsdp": {"reshard": reshard}}, SGD, 2)
 
 
+def capacity_case(
+    rank: Runtime, parallel: dict[str, Any]
+) -> tuple[list[tuple[float, float]], list[float]]:
+    """Figures, and routes that were dropped, of each step."""
+    step = build(rank, model_config(), parallel, SGD)
+    outputs = train(step, rank, STEPS, 4)
+    return [figures(output) for output in outputs], [
+        float(output.sums.dropped_L.sum()) for output in outputs
+    ]
+
+
+@pytest.mark.parametrize("factor", [0.3, 1.0])
+def test_capacity_does_not_depend_on_the_ep_degree(ranks, factor):
+    """Same ranks and micro-batches: the same drops, losses and norms, recomputed or not."""
+    layouts = [
+        {},
+        {"expert_parallel": 2},
+        {"expert_parallel": 4, "activation_checkpointing": "full"},
+        {"expert_parallel": 2, "dispatch": "collective"},
+        {"expert_parallel": 2, "mode": "fsdp"},
+    ]
+    expected, drops = ranks(4).run(capacity_case, {"capacity_factor": factor})[0]
+    assert min(drops) > 0
+    without, none = ranks(4).run(capacity_case, {})[0]
+    assert set(none) == {0}
+    assert without[0] != expected[0]
+    for layout in layouts[1:]:
+        found, dropped = ranks(4).run(capacity_case, {"capacity_factor": factor, **layout})[0]
+        assert dropped == drops
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=0)
+
+
+def parity_case(rank: Runtime, parallel: dict[str, Any]) -> list[tuple[float, float]]:
+    step = build(rank, model_config(), parallel, ADAMW)
+    return [figures(output) for output in train(step, rank, 50, 2, lr=1e-3)]
+
+
+def test_fifty_steps_follow_those_of_one_expert_group(ranks):
+    expected = torch.tensor(ranks(4).run(parity_case, {})[0])
+    for layout in ({"expert_parallel": 4}, {"expert_parallel": 2, "mode": "fsdp"}):
+        found = torch.tensor(ranks(4).run(parity_case, {"dispatch": "rowwise", **layout})[0])
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+
+
 def bf16_case(rank: Runtime, mode: str) -> tuple[list[tuple[float, float]], set[str]]:
     """Figures of three steps of one micro-batch, and types of the reduced gradients."""
     parallel = {"mode": mode, "expert_parallel": 2, "compute_dtype": "bfloat16"}

@@ -48,17 +48,18 @@ def expected(batch: tuple[Tensor, Tensor, Tensor, int], factor: str) -> Tensor:
 @settings(max_examples=300, deadline=None)
 @given(batches(), st.sampled_from(FACTORS))
 def test_the_highest_weights_stay_and_ties_go_by_token(batch, factor):
-    found = keep_within_capacity(*batch[:3], batch[3], float(factor))
+    idx, weights, labelled, num_experts = batch
+    found = keep_within_capacity(idx, weights, labelled, num_experts, float(factor))
     assert torch.equal(found, expected(batch, factor))
 
 
 @settings(max_examples=200, deadline=None)
 @given(batches(), st.sampled_from(FACTORS), st.sampled_from([1, 2, 4]))
 def test_no_rank_gets_more_rows_than_a_mailbox_has(batch, factor, num_ranks):
-    idx, _, _, num_experts = batch
+    idx, weights, labelled, num_experts = batch
     if num_experts % num_ranks:
         return
-    kept = keep_within_capacity(*batch[:3], num_experts, float(factor))
+    kept = keep_within_capacity(idx, weights, labelled, num_experts, float(factor))
     most = most_rows(len(idx), idx.shape[1], num_experts, num_ranks, float(factor))
     plan = make_plan(kept, num_ranks, num_experts // num_ranks)
     assert max(plan.send_counts) <= most <= len(idx)

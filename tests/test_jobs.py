@@ -149,9 +149,9 @@ def test_two_jobs_at_once_and_one_loses_a_rank(tmp_path):
 SABOTAGE = """
 import os, signal
 if os.environ.get("RANK") == "1":
-    from olmo_shard.parallel import {module}
+    from {module} import {owner}
 
-    original, calls = {module}.{function}, 0
+    original, calls = {owner}.{function}, 0
 
     def start(*args, **kwargs):
         global calls
@@ -161,13 +161,21 @@ if os.environ.get("RANK") == "1":
             {action}
         return work
 
-    {module}.{function} = start
+    {owner}.{function} = start
 """
 
 
 @pytest.mark.parametrize(
-    ("module", "function"), [("reduce", "reduce_scatter_start"), ("gather", "all_gather_start")]
-)
+    ("module", "owner", "function", "layout"),
+    [
+        ("olmo_shard.parallel", "reduce", "reduce_scatter_start", []),
+        ("olmo_shard.parallel", "gather", "all_gather_start", []),
+        (
+            "olmo_shard.dispatch.heap.shared_memory", "SharedMemoryHeap", "release",
+            ["parallel.expert_parallel=3", "model.moe.num_experts=6"],
+        ),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("action", "cause", "expected"),
     [
@@ -176,14 +184,14 @@ if os.environ.get("RANK") == "1":
     ],
 )
 def test_a_rank_lost_in_the_middle_of_an_overlap_ends_all(
-    tmp_path, module, function, action, cause, expected
+    tmp_path, module, owner, function, layout, action, cause, expected
 ):
-    """Rank 1 of 3 starts a bucket of the second step, and never waits for it."""
+    """Rank 1 of 3 starts a bucket of the second step, or an exchange, and never waits for it."""
     config = write_config(tmp_path)
-    code = SABOTAGE.format(module=module, function=function, action=action, call=12)
+    code = SABOTAGE.format(module=module, owner=owner, function=function, action=action, call=12)
     (tmp_path / "sitecustomize.py").write_text(code)
     job = start(
-        "train", config, "parallel.ddp.bucket_cap_mb=0.01", "train.global_batch_tokens=96",
+        "train", config, "parallel.ddp.bucket_cap_mb=0.01", "train.global_batch_tokens=96", *layout,
         "train.steps=1000", "eval.every=0", "checkpoint.every=0", "--nproc", "3",
         env={"PYTHONPATH": str(tmp_path)},
     )  # fmt: skip

@@ -160,7 +160,7 @@ class Mailbox:
         assert not self._consumed, "no exchange is outstanding"
         slot = slot_of(self.epoch)
         flags = {peer: self.layout.flag(slot, peer) for peer in self._peers}
-        self.heap.wait(flags, self.epoch, f"{what}, exchange {self.epoch}")
+        self.heap.wait(flags, self.epoch, f"{what}, epoch {self.epoch}")
 
     @contextmanager
     def consume(self) -> Iterator[dict[int, Region]]:

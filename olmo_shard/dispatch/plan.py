@@ -84,6 +84,7 @@ def make_plan(
     :param num_local_experts: e.
     """
     num_tokens, top_k = topk_idx_TK.shape
+    assert (num_ranks + 1) * num_tokens < 2**31, "cells and rows are counted in 32 bits"
     num_slots = min(top_k, num_local_experts)
     device = topk_idx_TK.device
     # int32 takes a quarter of the time of int64 on a CPU, and a quotient in FP32 (exact below 2^24,
@@ -104,7 +105,7 @@ def make_plan(
 
     by_route = top_k <= num_local_experts
     in_row = torch.arange(top_k, dtype=torch.int32, device=device) if by_route else local_expert_TK
-    slot_TK = (row_TK * num_slots + in_row).long()
+    slot_TK = row_TK.long() * num_slots + in_row
     experts = torch.full((1 + len(token_S), num_slots), -1, dtype=torch.int32, device=device)
     experts.view(-1).scatter_(0, slot_TK.flatten(), local_expert_TK.flatten())
     return DispatchPlan(

@@ -213,10 +213,10 @@ def lost_peer_case(rank: Runtime, how: str) -> tuple[str, float]:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("killed", r"rank 0 lost a peer: rank\(s\) 1 \(process \d+\) ended, layer 8, exchange 3"),
+        ("killed", r"rank 0 lost a peer: rank\(s\) 1 \(process \d+\) ended, layer 8, epoch 3"),
         (
             "asleep",
-            r"rank 0 timed out waiting 2 s for rank\(s\) 1 \(process \d+\), layer 8, exchange 3; "
+            r"rank 0 timed out waiting 2 s for rank\(s\) 1 \(process \d+\), layer 8, epoch 3; "
             r"if nothing is wrong there, raise run.timeout_seconds",
         ),
     ],

@@ -83,7 +83,7 @@ class SharedMemoryHeap(SymmetricHeap):
         # Only mappings are left: the memory goes with the last of them.
         self._flags = [memoryview(each)[:flag_bytes].cast("q") for each in self._maps]
         self.arenas = [_tensor(each, flag_bytes, arena_bytes) for each in self._maps]
-        self._processes = _Processes(self._pids, self.rank)
+        self._processes = on_every_rank(group, lambda: _Processes(self._pids, self.rank))
         self._fence = threading.Lock()
 
     def release(self, peer: int, flag: int, value: int) -> None:
@@ -153,7 +153,7 @@ class _Processes:
         self._poll = select.poll()
         for rank, pid in enumerate(pids):
             if rank != own_rank:
-                descriptor = os.pidfd_open(pid)
+                descriptor = _watch(pid)
                 self._rank_of[descriptor] = rank
                 self._closing.append(weakref.finalize(self, os.close, descriptor))
                 self._poll.register(descriptor, select.POLLIN)
@@ -164,6 +164,13 @@ class _Processes:
     def close(self) -> None:
         for closing in self._closing:
             closing()
+
+
+def _watch(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        raise HeapError(f"cannot watch a peer's process {pid}: {error.strerror}") from error
 
 
 def _allocate(num_bytes: int, descriptors: ExitStack) -> int:

@@ -19,6 +19,7 @@ four times inside each process, where no core reads what another one has written
 import argparse
 import json
 import multiprocessing
+import queue
 import statistics
 import sys
 import time
@@ -82,18 +83,24 @@ def _arguments() -> argparse.Namespace:
 def _run_ranks(ranks: int, arguments: argparse.Namespace) -> list[Row]:
     context = multiprocessing.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    results = context.SimpleQueue()
+    results = context.Queue()
     processes = [
         context.Process(target=_rank, args=(rank, ranks, store.port, arguments, results))
         for rank in range(ranks)
     ]
     for process in processes:
         process.start()
-    for process in processes:
-        process.join()
-    if any(process.exitcode for process in processes):
+    try:
+        while not any(process.exitcode for process in processes):
+            try:
+                return results.get(timeout=1)
+            except queue.Empty:
+                continue
         raise SystemExit("a rank failed; its message is above")
-    return results.get()
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
 
 
 def _rank(rank: int, ranks: int, port: int, arguments: argparse.Namespace, results: Any) -> None:

@@ -38,7 +38,7 @@ class CollectiveDispatcher(TokenDispatcher):
     def __init__(
         self, num_experts: int, group: dist.ProcessGroup, capacity_factor: float | None = None
     ) -> None:
-        super().__init__(num_experts, num_ranks=group.size(), capacity_factor=capacity_factor)
+        super().__init__(num_experts, group.rank(), group.size(), capacity_factor)
         self.group = group
         self._in_flight: _InFlight | None = None
 
@@ -73,7 +73,9 @@ class CollectiveDispatcher(TokenDispatcher):
 
     def _exchange_counts(self, plan: DispatchPlan) -> list[int]:
         recv_counts_W = torch.empty_like(plan.send_counts_W)
-        collectives.all_to_all(recv_counts_W, plan.send_counts_W, self.group, kind="counts")
+        collectives.all_to_all(
+            recv_counts_W, plan.send_counts_W, self.group, kind="counts", layer=plan.layer
+        )
         return recv_counts_W.tolist()
 
     def _send(

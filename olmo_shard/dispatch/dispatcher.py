@@ -49,20 +49,19 @@ class TokenDispatcher(Transport):
     dispatcher, since at most one exchange may be outstanding.
 
     :param num_experts: E, over all ranks of the group.
-    :param num_ranks: W, ranks of the expert-parallel group.
+    :param rank: this rank in the expert-parallel group.
+    :param num_ranks: W, ranks of the group.
     :param capacity_factor: limits the routes that an expert takes; null drops none.
     """
 
     name: ClassVar[str]
     """As in ``parallel.dispatch``."""
-    rank = 0
-    """This rank in the expert-parallel group."""
 
     def __init__(
-        self, num_experts: int, num_ranks: int, capacity_factor: float | None = None
+        self, num_experts: int, rank: int, num_ranks: int, capacity_factor: float | None = None
     ) -> None:
         assert num_experts % num_ranks == 0
-        self.num_experts, self.num_ranks = num_experts, num_ranks
+        self.num_experts, self.rank, self.num_ranks = num_experts, rank, num_ranks
         self.num_local_experts = num_experts // num_ranks
         self.capacity_factor = capacity_factor
 

@@ -19,9 +19,13 @@ So the backward of either exchange is the other one, which the table below says 
 
 Each exchange is two autograd nodes, start and finish. Whatever the model computes between them (the
 shared experts) is also between them in backward, since the engine runs nodes in reverse order of
-creation. A node pair is joined by an empty tensor: it carries no data, only the order. The nodes
-save no tensors, so a recompute (activation checkpointing) never falls inside an exchange: at most
-one is outstanding at any time, which every transport asserts.
+creation. A node pair is joined by an empty tensor: it carries no data, only the order.
+
+At most one exchange is outstanding at any time, which every transport asserts. The nodes save no
+tensors, so backward never starts a recompute (activation checkpointing) inside an exchange. A
+recompute itself ends early, once it has all that backward needs: behind the routed experts, which
+save their rows. (Experts that are frozen and get rows without gradient save nothing; in such a
+model a recompute could end inside a dispatch, and the next exchange would fail its assertion.)
 """
 
 from abc import ABC, abstractmethod

@@ -14,7 +14,7 @@ class LocalDispatcher(TokenDispatcher):
     name = "local"
 
     def __init__(self, num_experts: int, capacity_factor: float | None = None) -> None:
-        super().__init__(num_experts, num_ranks=1, capacity_factor=capacity_factor)
+        super().__init__(num_experts, 0, 1, capacity_factor)
         self._outward: Received | None = None
         self._back: tuple[Tensor, Tensor | None] | None = None
 

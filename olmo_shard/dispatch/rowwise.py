@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from olmo_shard.dispatch.dispatcher import TokenDispatcher
+from olmo_shard.dispatch.dispatcher import Flight, TokenDispatcher
 from olmo_shard.dispatch.exchange import DispatchHandle, Received
 from olmo_shard.dispatch.mailbox import Mailbox, Region
 from olmo_shard.dispatch.plan import DispatchPlan
@@ -16,33 +16,26 @@ from olmo_shard.errors import ConfigurationError
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Metadata:
-    """Of the rows for each rank, by slot."""
-
-    weights: tuple[Tensor, ...]
-    local_expert: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Outward:
     """This rank's part of a push, until the pull."""
 
     x_TD: Tensor
     plan: DispatchPlan
-    metadata: _Metadata | None
+    weights_Sm: Tensor | None
+    """Null: rows travel alone."""
     recv_counts: list[int] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Back:
-    """This rank's part of a push_back, until the pull: its rows for itself."""
+    """This rank's rows for itself, from a push_back until the pull."""
 
     rows: Tensor
     weights: Tensor | None
 
 
 class RowwiseDispatcher(TokenDispatcher):
-    """Puts each row, and what belongs to it, into a mailbox of the rank that wants it.
+    """Puts each row, and what belongs to it, into a mailbox of the rank that wants it; on CPUs.
 
     Counts arrive with the rows, so nothing is exchanged beforehand. Rows for this rank itself stay
     where they are until they are copied to where they are wanted.
@@ -60,9 +53,8 @@ class RowwiseDispatcher(TokenDispatcher):
         max_tokens: int,
         capacity_factor: float | None = None,
     ) -> None:
-        super().__init__(num_experts, mailbox.heap.size, capacity_factor)
+        super().__init__(num_experts, mailbox.heap.rank, mailbox.heap.size, capacity_factor)
         self.mailbox, self.max_tokens = mailbox, max_tokens
-        self.rank = mailbox.heap.rank
         layout = mailbox.layout
         most_rows = max_tokens + (self.num_ranks - 1) * layout.max_rows
         self._rows = WarmBuffers(most_rows * layout.width * layout.dtype.itemsize)
@@ -77,55 +69,46 @@ class RowwiseDispatcher(TokenDispatcher):
         topk_weights_TK: Tensor | None = None,
         recv_counts: list[int] | None = None,
     ) -> None:
-        self._check_fits(plan)
-        metadata = None
-        if topk_weights_TK is not None:
-            weights_Sm = plan.weights_by_slot(topk_weights_TK)
-            metadata = _Metadata(
-                weights=weights_Sm.split(plan.send_counts),
-                local_expert=plan.local_expert_Sm.split(plan.send_counts),
-            )
+        self._check_fits(x_TD, plan.send_counts)
+        weights_Sm = None if topk_weights_TK is None else plan.weights_by_slot(topk_weights_TK)
+        weights_of = None if weights_Sm is None else weights_Sm.split(plan.send_counts)
+        experts_of = plan.local_expert_Sm.split(plan.send_counts)
 
         def write(peer: int, region: Region) -> None:
             tokens = plan.tokens_of_rank[peer]
             region.num_rows.fill_(len(tokens))
             torch.index_select(x_TD, 0, tokens, out=region.rows[: len(tokens)])
-            if metadata is not None:
-                region.weights[: len(tokens)] = metadata.weights[peer]
-                region.local_expert[: len(tokens)] = metadata.local_expert[peer]
+            if weights_of is not None:
+                region.weights[: len(tokens)] = weights_of[peer]
+                region.local_expert[: len(tokens)] = experts_of[peer]
 
         self.mailbox.put(write)
-        self._count(plan, plan.send_counts, 0 if metadata is None else 8)
-        self._outward = _Outward(x_TD=x_TD, plan=plan, metadata=metadata, recv_counts=recv_counts)
+        self._count(plan, plan.send_counts, 0 if weights_of is None else 8)
+        self._outward = _Outward(
+            x_TD=x_TD, plan=plan, weights_Sm=weights_Sm, recv_counts=recv_counts
+        )
 
     def pull(self) -> Received:
         assert self._outward is not None, "no push is outstanding"
         outward, self._outward = self._outward, None
-        x_TD, plan, metadata = outward.x_TD, outward.plan, outward.metadata
+        plan, weights_Sm = outward.plan, outward.weights_Sm
         self._wait(plan)
         with self.mailbox.consume() as regions:
             counts = self._counts(regions, own=plan.send_counts[self.rank])
             assert outward.recv_counts in (None, counts), "not the counts of the dispatch"
-            rows_RD = self._rows.empty((sum(counts), x_TD.shape[1]), x_TD.dtype)
-            for source, rows in enumerate(rows_RD.split(counts)):
-                if source == self.rank:
-                    torch.index_select(x_TD, 0, plan.tokens_of_rank[source], out=rows)
-                else:
-                    rows.copy_(regions[source].rows[: len(rows)])
-            if metadata is None:
+            rows_RD = self._copy_out(outward, regions, counts)
+            if weights_Sm is None:
                 return Received(rows_RD, None, None, counts)
-            weights = {source: region.weights for source, region in regions.items()}
-            experts = {source: region.local_expert for source, region in regions.items()}
-            return Received(
-                rows_RD,
-                torch.cat(self._by_rank(metadata.weights[self.rank], weights, counts)),
-                torch.cat(self._by_rank(metadata.local_expert[self.rank], experts, counts)),
-                counts,
-            )
+            own_weights = weights_Sm.split(plan.send_counts)[self.rank]
+            own_experts = plan.local_expert_Sm.split(plan.send_counts)[self.rank]
+            weights = self._by_rank(own_weights, regions, "weights", counts)
+            experts = self._by_rank(own_experts, regions, "local_expert", counts)
+            return Received(rows_RD, torch.cat(weights), torch.cat(experts), counts)
 
     def push_back(
         self, rows_RD: Tensor, handle: DispatchHandle, weights_Rm: Tensor | None = None
     ) -> None:
+        self._check_fits(rows_RD, handle.recv_counts)
         rows_of = rows_RD.split(handle.recv_counts)
         weights_of = None if weights_Rm is None else weights_Rm.split(handle.recv_counts)
 
@@ -148,23 +131,31 @@ class RowwiseDispatcher(TokenDispatcher):
         with self.mailbox.consume() as regions:
             counts = self._counts(regions, own=len(own.rows))
             assert counts == plan.send_counts, "not as many rows came back as were sent"
-            rows = {source: region.rows for source, region in regions.items()}
             out_TD = self._sums.empty((plan.num_tokens, own.rows.shape[1]), torch.float32)
-            sums_TD = sum_rows(self._by_rank(own.rows, rows, counts), plan, out_TD)
+            sums_TD = sum_rows(self._by_rank(own.rows, regions, "rows", counts), plan, out_TD)
             if own.weights is None:
                 return sums_TD, None
-            weights = {source: region.weights for source, region in regions.items()}
-            return sums_TD, torch.cat(self._by_rank(own.weights, weights, counts))
+            return sums_TD, torch.cat(self._by_rank(own.weights, regions, "weights", counts))
+
+    def start(
+        self, x_TD: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor, layer: int = 0
+    ) -> Flight:
+        if len(x_TD) > self.max_tokens:
+            raise ConfigurationError(
+                f"a micro-batch of {len(x_TD)} tokens does not fit a mailbox made for "
+                f"{self.max_tokens}: tell parallelize of the largest one (max_tokens)"
+            )
+        return super().start(x_TD, topk_idx_TK, topk_weights_TK, layer)
 
     def close(self) -> None:
         self.mailbox.close()
 
-    def _check_fits(self, plan: DispatchPlan) -> None:
-        if plan.num_tokens > self.max_tokens:
-            raise ConfigurationError(
-                f"a micro-batch of {plan.num_tokens} tokens does not fit a mailbox made for "
-                f"{self.max_tokens}: tell parallelize of the largest one (max_tokens)"
-            )
+    def _check_fits(self, rows: Tensor, counts: list[int]) -> None:
+        """Larger rows, or more of them, would end in what lies behind the region."""
+        layout = self.mailbox.layout
+        assert (rows.dtype, rows.shape[1]) == (layout.dtype, layout.width), "not the mailbox's rows"
+        remote = (count for rank, count in enumerate(counts) if rank != self.rank)
+        assert max(remote, default=0) <= layout.max_rows, "more rows than the mailbox has"
 
     def _wait(self, plan: DispatchPlan) -> None:
         with traffic.waiting("rows", torch.device("cpu"), plan.layer):
@@ -172,13 +163,27 @@ class RowwiseDispatcher(TokenDispatcher):
 
     def _counts(self, regions: dict[int, Region], own: int) -> list[int]:
         """Rows from each rank."""
-        others = range(self.num_ranks)
-        return [own if s == self.rank else int(regions[s].num_rows) for s in others]
+        ranks = range(self.num_ranks)
+        return [own if rank == self.rank else int(regions[rank].num_rows) for rank in ranks]
 
-    def _by_rank(self, own: Tensor, others: dict[int, Tensor], counts: list[int]) -> list[Tensor]:
-        """What came from each rank, in rank order."""
+    def _copy_out(self, outward: _Outward, regions: dict[int, Region], counts: list[int]) -> Tensor:
+        """The rows of all ranks, this rank's own straight from its tokens: [R, D]."""
+        x_TD, own_tokens = outward.x_TD, outward.plan.tokens_of_rank[self.rank]
+        rows_RD = self._rows.empty((sum(counts), x_TD.shape[1]), x_TD.dtype)
+        for source, rows in enumerate(rows_RD.split(counts)):
+            if source == self.rank:
+                torch.index_select(x_TD, 0, own_tokens, out=rows)
+            else:
+                rows.copy_(regions[source].rows[: len(rows)])
+        return rows_RD
+
+    def _by_rank(
+        self, own: Tensor, regions: dict[int, Region], part: str, counts: list[int]
+    ) -> list[Tensor]:
+        """One part of what came from each rank, in rank order."""
         return [
-            own if rank == self.rank else others[rank][:count] for rank, count in enumerate(counts)
+            own if rank == self.rank else getattr(regions[rank], part)[:count]
+            for rank, count in enumerate(counts)
         ]
 
     def _count(self, plan: DispatchPlan, counts: list[int], slot_bytes: int) -> None:

@@ -12,10 +12,10 @@ _TOKENS_A_PIECE = 64
 def sum_rows(
     rows_of_rank: list[Tensor], plan: DispatchPlan, out_TD: Tensor | None = None
 ) -> Tensor:
-    """The sum of each token's rows, [T, D] in the rows' type; both ways below give the same bits.
+    """The sum of each token's rows, [T, D] in the rows' type; both ways below give the same values.
 
-    :param rows_of_rank: for each rank its rows, [S_d, D] with S_d of ``plan.send_counts``; they are
-        read in place and need not be contiguous.
+    :param rows_of_rank: for each rank its rows, [S_d, D] with S_d of ``plan.send_counts``; they
+        need not be contiguous. In FP32 they are read in place.
     :param out_TD: FP32, where to add them.
     """
     like = rows_of_rank[0]

@@ -94,14 +94,19 @@ def all_gather_start(flat: Tensor, own: Tensor, group: dist.ProcessGroup, *, kin
     return Work(kind, flat.device, _exchange([own] * group.size(), slots, group))
 
 
-def all_to_all(output: Tensor, flat: Tensor, group: dist.ProcessGroup, *, kind: str) -> None:
-    """Exchange equal slices along dimension 0."""
+def all_to_all(
+    output: Tensor, flat: Tensor, group: dist.ProcessGroup, *, kind: str, layer: int
+) -> None:
+    """Exchange equal slices along dimension 0.
+
+    :param layer: of the model, to which they belong.
+    """
     if group.size() == 1:
         output.copy_(flat)
         return
-    traffic.add(kind, _remote_bytes(flat, group))
+    traffic.add(kind, _remote_bytes(flat, group), layer)
     work = dist.all_to_all_single(output, flat, group=group, async_op=True)
-    Work(kind, flat.device, work).wait()
+    Work(kind, flat.device, work, layer=layer).wait()
 
 
 def all_to_all_start(

@@ -139,13 +139,20 @@ class _Place(NamedTuple):
     """Bytes."""
 
 
+def _place(ep_group: int) -> _Place:
+    try:
+        return _Place(host_identity(), ep_group, available_memory())
+    except OSError as error:
+        raise HeapError(f"cannot read {error.filename}: {error.strerror}") from error
+
+
 def _check_hosts(mesh: Mesh, layout: MailboxLayout) -> int:
     """Bytes that are available on the host that has least; collective.
 
     :raises HeapError: where the ranks of a group cannot share memory, or a host has too little.
     """
     ep_group = mesh.rank // mesh.expert_parallel
-    own = _Place(host_identity(), ep_group, available_memory())
+    own = on_every_rank(mesh.control, lambda: _place(ep_group))
     hosts_of_group: dict[int, set[tuple[str, int]]] = defaultdict(set)
     ranks_of_host: dict[tuple[str, int], list[int]] = defaultdict(list)
     places = gather_objects(own, mesh.control)

@@ -15,7 +15,7 @@ def check(config: Config, nproc: int | None) -> str:
     """
     world_size = nproc or config.parallel.expert_parallel
     scan(preflight(config, world_size), config.model.vocab_size)
-    dispatch = check_dispatch(config, world_size)
+    dispatch = check_dispatch(config, config.parallel.expert_parallel)
     counts = parameter_counts(config.model)
     try:
         check_start(config)

@@ -35,7 +35,6 @@ class StepMeter:
         self._flops = flops_per_token(config.model, config.data.sequence_length)
         peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self._peak = peak * world_size if peak else None
-        self._world_size = world_size
         layers = range(config.model.n_layers)
         self._moe_layers = [layer for layer in layers if config.model.is_moe_layer(layer)]
         # FSDP2 waits on streams of its own there, which nobody can time from outside.
@@ -105,23 +104,19 @@ class StepMeter:
 
     def _dispatch(self, output: StepOutput) -> Record:
         """Per MoE layer: drops; with expert parallelism rows, bytes and waits too."""
-        sums = output.sums
-        if not sums.rows_LW.numel():
+        if not self._moe_layers:
             return {}
-        found: Record = {"dropped_routes": sums.dropped_L.long().tolist()}
-        expert_parallel = self.config.parallel.expert_parallel
-        if expert_parallel == 1:
+        found: Record = {"dropped_routes": output.sums.dropped_L.long().tolist()}
+        if self.config.parallel.expert_parallel == 1:
             return found
         sent = output.traffic.bytes_by_layer
-        # Mean of the ranks that hold the same experts.
-        rows_LW = sums.rows_LW * (expert_parallel / self._world_size)
-        found["rows_sent"] = sums.rows_sent_L.long().tolist()
+        found["rows_sent"] = output.sums.rows_sent_L.long().tolist()
         found["row_bytes"] = [sent[layer] for layer in self._moe_layers]
-        found["received_rows_max"] = rows_LW.amax(dim=1).tolist()
-        found["received_rows_mean"] = rows_LW.mean(dim=1).tolist()
+        found["received_rows_max"] = output.received_LN.amax(dim=1).long().tolist()
+        found["received_rows_mean"] = output.received_LN.mean(dim=1).tolist()
         if self.device.type == "cpu":
-            waited_N = output.waited_N
-            found["waited_seconds"] = (output.waited_L / self._world_size).tolist()
+            waited_N = output.waited_LN.sum(dim=0)
+            found["waited_seconds"] = output.waited_LN.mean(dim=1).tolist()
             found["waited_seconds_max"] = float(waited_N.max())
             found["waited_seconds_min"] = float(waited_N.min())
             found["waited_least_rank"] = int(waited_N.argmin())

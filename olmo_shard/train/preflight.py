@@ -53,9 +53,10 @@ def check_start(config: Config) -> None:
         read_state(Path(config.checkpoint.init_from))
 
 
-def check_dispatch(config: Config, world_size: int) -> str:
-    """How token rows would travel, if all ranks were on this host.
+def check_dispatch(config: Config, num_ranks: int) -> str:
+    """How token rows would travel on this host.
 
+    :param num_ranks: that share its memory; the ranks of one expert-parallel group at least.
     :raises ConfigurationError: where the config names a way that is not open here.
     """
     parallel, moe = config.parallel, config.model.moe
@@ -72,14 +73,14 @@ def check_dispatch(config: Config, world_size: int) -> str:
     try:
         check_rowwise_here("cuda" if on_cuda else "cpu")
         available = available_memory()
-        check_memory(layout, world_size, available)
+        check_memory(layout, num_ranks, available)
     except HeapError as error:
         if parallel.dispatch == "rowwise":
             raise refusal(error) from error
         return f"collective: rowwise cannot run here: {error}"
     return (
         f"rowwise where all ranks of a group are on one host: {layout.describe()}, "
-        f"{in_units(layout.arena_bytes * world_size)} for {world_size} rank(s); "
+        f"{in_units(layout.arena_bytes * num_ranks)} for {num_ranks} rank(s); "
         f"{in_units(available)} available here"
     )
 

@@ -35,9 +35,7 @@ class StepSums(NamedTuple):
     dropped_L: Tensor
     """Routes that capacity dropped in each MoE layer."""
     rows_sent_L: Tensor
-    """Rows that each layer's dispatch sent to other ranks; of all tokens, as the next."""
-    rows_LW: Tensor
-    """Rows that each rank of an expert-parallel group received."""
+    """Rows that each layer's dispatch sent to other ranks, of all tokens."""
 
     @staticmethod
     def of(output: ModelOutput) -> "StepSums":
@@ -49,7 +47,6 @@ class StepSums(NamedTuple):
             counts_LE=output.counts_LE,
             dropped_L=output.dropped_L,
             rows_sent_L=output.rows_sent_L,
-            rows_LW=output.rows_LW,
         )
         return StepSums(*(each.double() for each in sums))
 
@@ -85,10 +82,10 @@ class StepOutput(NamedTuple):
     """FP64 [2]: loss and gradient norm above which the step was to be skipped."""
     traffic: StepTraffic
     """What this rank sent and waited for."""
-    waited_L: Tensor
-    """FP64: seconds that each MoE layer waited for other ranks' rows, over all ranks."""
-    waited_N: Tensor
-    """FP64: the same of each rank, over all layers. A slow rank waits less than the others."""
+    received_LN: Tensor
+    """FP64: rows that each layer's dispatch brought to each rank, its own included."""
+    waited_LN: Tensor
+    """FP64: seconds that each layer waited on each rank for others' rows; zeros on CUDA."""
 
 
 class TrainStep:
@@ -129,19 +126,21 @@ class TrainStep:
 
         data_parallel.begin_window()
         window_sums: list[StepSums] = []
+        window_rows: list[Tensor] = []
         for index, micro_batch in enumerate(window):
             data_parallel.begin_microbatch(last=index == len(window) - 1)
             output: ModelOutput = self.model(*micro_batch)
             (output.loss / divisor).backward()
             window_sums.append(StepSums.of(output))
+            window_rows.append(output.rows_LW)
         like = window_sums[0]
         local = torch.stack([sums.packed() for sums in window_sums]).sum(dim=0)
+        rows_LW = torch.stack(window_rows).sum(dim=0)
         limits = torch.full((2,), torch.inf) if self.spikes is None else self.spikes.limits()
-        result = self._step(lr, torch.cat([local, self._waits(sent)]), divisor)
-        sums, waited_L, waited_N = result.sums.split(
-            [len(local), len(self._moe_layers), self.mesh.world_size]
-        )
-        global_sums = like.unpacked(sums)
+        by_rank_2LN = self._by_rank(rows_LW, sent)
+        result = self._step(lr, torch.cat([local, by_rank_2LN.flatten()]), divisor)
+        global_sums = like.unpacked(result.sums[: len(local)])
+        received_LN, waited_LN = result.sums[len(local) :].view_as(by_rank_2LN)
         update_after_step(self.routers, global_sums.counts_LE, result.applied)
         return StepOutput(
             tokens=tokens,
@@ -153,22 +152,25 @@ class TrainStep:
             squares=result.squares,
             limits=limits,
             traffic=sent,
-            waited_L=waited_L,
-            waited_N=waited_N,
+            received_LN=received_LN,
+            waited_LN=waited_LN,
         )
 
-    def _waits(self, sent: StepTraffic) -> Tensor:
-        """This rank's waits for rows: by MoE layer, then its sum at its own place among all ranks.
+    def _by_rank(self, rows_LW: Tensor, sent: StepTraffic) -> Tensor:
+        """This rank's part of rows received and seconds waited, by layer and rank: [2, L, N].
 
-        Zeros on CUDA, where reading them would wait for the device.
+        Seconds are zero on CUDA, where reading them would wait for the device.
         """
-        waits = torch.zeros(len(self._moe_layers) + self.mesh.world_size, dtype=torch.float64)
-        if self.mesh.device.type == "cpu":
+        mesh, layers = self.mesh, list(self._moe_layers.values())
+        shape = (2, len(layers), mesh.world_size)
+        found = torch.zeros(shape, dtype=torch.float64, device=mesh.device)
+        first = mesh.rank - mesh.ep.rank()
+        found[0, :, first : first + rows_LW.shape[1]] = rows_LW
+        if mesh.device.type == "cpu":
             by_layer = sent.waited_by_layer()
-            waits_L = torch.tensor([by_layer.get(each, 0.0) for each in self._moe_layers.values()])
-            waits[: len(waits_L)] = waits_L
-            waits[len(waits_L) + self.mesh.rank] = waits_L.sum()
-        return waits.to(self.mesh.device)
+            waits = [by_layer.get(layer, 0.0) for layer in layers]
+            found[1, :, mesh.rank] = torch.tensor(waits, dtype=torch.float64)
+        return found
 
     def _step(self, lr: float, extra: Tensor, divisor: Tensor) -> StepResult:
         spikes = self.spikes

@@ -3,6 +3,7 @@
 Runs on gloo, in CI. Every rank has its own tokens; the reference runs all experts on one rank.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,28 +18,50 @@ from olmo_shard.kernels.grouped_mlp import grouped_mlp
 from tests.support.dispatch import TRANSPORTS, dispatcher
 from tests.support.ranks import mesh_of
 
-EXPERTS, WIDTH, HIDDEN = 8, 12, 10
+WIDTH, HIDDEN = 12, 10
+KINDS = ["uniform", "skewed", "one_hot", "last_rank_only"]
 
 
-def routing(kind: str, rank: int, tokens: int, top_k: int) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    transport: str
+    kind: str = "uniform"
+    """Of routing."""
+    tokens: tuple[int, ...]
+    """Of each rank."""
+    top_k: int
+    experts: int = 8
+    layout: str = "plain"
+    """In memory, of the tokens and of the incoming gradient."""
+    capacity_factor: float | None = None
+
+    def inputs(self, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Tokens, incoming gradient, experts and weights of a rank."""
+        generator = torch.Generator().manual_seed(1000 + rank)
+        x = torch.randn(self.tokens[rank], WIDTH, generator=generator)
+        dout = torch.randn(self.tokens[rank], WIDTH, generator=generator)
+        return (x, dout, *routing(self.kind, rank, self.tokens[rank], self.top_k, self.experts))
+
+    def expert_weights(self) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(99)
+        shapes = ((self.experts, 2 * HIDDEN, WIDTH), (self.experts, WIDTH, HIDDEN))
+        return [torch.randn(shape, generator=generator) * 0.3 for shape in shapes]
+
+
+def routing(
+    kind: str, rank: int, tokens: int, top_k: int, experts: int = 8
+) -> tuple[Tensor, Tensor]:
     """Distinct experts of each token, and weights."""
     generator = torch.Generator().manual_seed(rank)
-    scores = torch.rand(tokens, EXPERTS, generator=generator)
+    scores = torch.rand(tokens, experts, generator=generator)
     if kind == "skewed":
         scores[:, 0] += 1
     elif kind == "one_hot":
-        scores += torch.arange(EXPERTS, 0, -1) * 10
+        scores += torch.arange(experts, 0, -1) * 10
     elif kind == "last_rank_only":
         scores[:, -top_k:] += 10
     topk_idx = scores.argsort(dim=1, descending=True)[:, :top_k]
     return topk_idx, torch.rand(tokens, top_k, generator=generator) + 0.1
-
-
-def expert_weights(requires_grad: bool = True) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(99)
-    w_gate_up = torch.randn(EXPERTS, 2 * HIDDEN, WIDTH, generator=generator) * 0.3
-    w_down = torch.randn(EXPERTS, WIDTH, HIDDEN, generator=generator) * 0.3
-    return w_gate_up.requires_grad_(requires_grad), w_down.requires_grad_(requires_grad)
 
 
 def layer(there: TokenDispatcher, x: Tensor, idx: Tensor, weights: Tensor, experts: Any) -> Tensor:
@@ -51,56 +74,41 @@ def layer(there: TokenDispatcher, x: Tensor, idx: Tensor, weights: Tensor, exper
     return there.combine(y_RD, rows.handle)
 
 
-def equality_case(
-    rank: Runtime,
-    transport: str,
-    kind: str,
-    tokens: list[int],
-    top_k: int,
-    how: str,
-    capacity_factor: float | None = None,
-) -> None:
+def equality_case(rank: Runtime, case: Case) -> None:
     mesh = mesh_of(rank, rank.world_size)
-    own = mesh.local_experts(EXPERTS)
-    everyone = []
-    for other in range(rank.world_size):
-        generator = torch.Generator().manual_seed(1000 + other)
-        x = torch.randn(tokens[other], WIDTH, generator=generator)
-        dout = torch.randn(tokens[other], WIDTH, generator=generator)
-        everyone.append((x, dout, *routing(kind, other, tokens[other], top_k)))
-    x, dout, idx, weights = everyone[rank.rank]
-    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
-    experts = [w.detach()[own.start : own.stop].clone().requires_grad_() for w in expert_weights()]
+    own = mesh.local_experts(case.experts)
+    x, dout, idx, weights = (each.clone() for each in case.inputs(rank.rank))
+    x.requires_grad_()
+    weights.requires_grad_()
+    experts = [w[own.start : own.stop].clone().requires_grad_() for w in case.expert_weights()]
     with dispatcher(
-        transport,
+        case.transport,
         mesh.ep,
-        experts=EXPERTS,
-        top_k=top_k,
+        experts=case.experts,
+        top_k=case.top_k,
         width=WIDTH,
-        max_tokens=max(tokens),
-        capacity_factor=capacity_factor,
+        max_tokens=max(case.tokens),
+        capacity_factor=case.capacity_factor,
     ) as there:
-        out = layer(there, x, idx, weights, experts)
-        out.backward(shaped(dout, how))
-        compare_with_local(rank, everyone, how, capacity_factor, (out, x, weights, experts), own)
+        out = layer(there, shaped(x, case.layout), idx, weights, experts)
+        out.backward(shaped(dout, case.layout))
+        compare_with_local(rank, case, (out, x, weights, experts), own)
         del out
 
 
 def compare_with_local(
-    rank: Runtime,
-    everyone: list[Any],
-    how: str,
-    capacity_factor: float | None,
-    found: tuple[Tensor, Tensor, Tensor, list[Tensor]],
-    own: range,
+    rank: Runtime, case: Case, found: tuple[Tensor, Tensor, Tensor, list[Tensor]], own: range
 ) -> None:
     out, x, weights, experts = found
-    whole = expert_weights()
-    for other, (x_ref, dout_ref, idx_ref, weights_ref) in enumerate(everyone):
-        x_ref, weights_ref = x_ref.clone().requires_grad_(), weights_ref.clone().requires_grad_()
-        local = LocalDispatcher(EXPERTS, capacity_factor)
-        out_ref = layer(local, x_ref, idx_ref, weights_ref, whole)
-        out_ref.backward(shaped(dout_ref, how).contiguous())
+    whole = [w.requires_grad_() for w in case.expert_weights()]
+    for other in range(rank.world_size):
+        x_ref, dout, idx, weights_ref = (each.clone() for each in case.inputs(other))
+        x_ref.requires_grad_()
+        weights_ref.requires_grad_()
+        local = LocalDispatcher(case.experts, case.capacity_factor)
+        x_used = shaped(x_ref, case.layout).contiguous()
+        out_ref = layer(local, x_used, idx, weights_ref, whole)
+        out_ref.backward(shaped(dout, case.layout).contiguous())
         if other == rank.rank:
             close(out, out_ref)
             close(x.grad, x_ref.grad)
@@ -110,14 +118,15 @@ def compare_with_local(
         close(mine.grad, reference.grad[own.start : own.stop])
 
 
-def shaped(dout: Tensor, how: str) -> Tensor:
-    """A gradient of that memory layout."""
-    return {
-        "plain": dout,
-        "stride-0": torch.ones(1, 1).expand_as(dout),
-        "transposed": dout.T.contiguous().T,
-        "sliced": torch.cat([dout, dout], dim=1)[:, ::2],
-    }[how]
+def shaped(rows: Tensor, layout: str) -> Tensor:
+    """Rows in that memory layout; with a stride of 0 all are the first value."""
+    if layout == "stride-0":
+        return rows[:1, :1].expand_as(rows)
+    if layout == "transposed":
+        return rows.T.contiguous().T
+    if layout == "sliced":
+        return torch.cat([rows, rows], dim=1)[:, ::2]
+    return rows
 
 
 def close(found: Tensor | None, expected: Tensor | None) -> None:
@@ -128,104 +137,135 @@ def close(found: Tensor | None, expected: Tensor | None) -> None:
         assert (found - expected).abs().max().item() <= 1e-6 * peak
 
 
-KINDS = ["uniform", "skewed", "one_hot", "last_rank_only"]
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("top_k", [1, 3, 8])
 def test_every_transport_equals_local(ranks, transport, kind, top_k):
     """K of 8 is every expert; four ranks have two experts each; one has no token at all."""
-    ranks(4).run(equality_case, transport, kind, [20, 1, 0, 33], top_k, "plain")
+    case = Case(transport=transport, kind=kind, tokens=(20, 1, 0, 33), top_k=top_k)
+    ranks(4).run(equality_case, case)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("top_k", [1, 3, 4])
+def test_one_expert_a_rank(ranks, transport, kind, top_k):
+    case = Case(transport=transport, kind=kind, tokens=(9, 1, 0, 12), top_k=top_k, experts=4)
+    ranks(4).run(equality_case, case)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("capacity_factor", [0.1, 0.6, 1.25])
-def test_every_transport_drops_the_same_routes(ranks, transport, capacity_factor):
-    case = (transport, "skewed", [20, 1, 0, 33], 3, "plain", capacity_factor)
-    ranks(4).run(equality_case, *case)
-    ranks(2).run(equality_case, transport, "uniform", [20, 7], 3, "plain", capacity_factor)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_one_expert_a_rank(ranks, transport):
-    ranks(4).run(one_expert_case, transport)
-
-
-def one_expert_case(rank: Runtime, transport: str) -> None:
-    """e = 1, K = E: a token goes everywhere, each row has one slot."""
-    mesh = mesh_of(rank, rank.world_size)
-    experts = rank.world_size
-    idx = torch.stack([torch.randperm(experts) for _ in range(6)])
-    x = torch.randn(6, WIDTH)
-    with dispatcher(
-        transport, mesh.ep, experts=experts, top_k=experts, width=WIDTH, max_tokens=6
-    ) as there:
-        rows = there.finish(there.start(x, idx, torch.ones(idx.shape)))
-        assert rows.local_expert_Rm.tolist() == [[0]] * (6 * experts)
-        out = there.combine(rows.x_RD, rows.handle)
-        del rows
-    torch.testing.assert_close(out, experts * x, rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize(("kind", "tokens"), [("skewed", (20, 1, 0, 33)), ("uniform", (20, 7))])
+def test_every_transport_drops_the_same_routes(ranks, transport, capacity_factor, kind, tokens):
+    case = Case(
+        transport=transport, kind=kind, tokens=tokens, top_k=3, capacity_factor=capacity_factor
+    )
+    ranks(len(tokens)).run(equality_case, case)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_no_tokens_at_all(ranks, transport):
-    ranks(2).run(equality_case, transport, "uniform", [0, 0], 2, "plain")
+    ranks(2).run(equality_case, Case(transport=transport, tokens=(0, 0), top_k=2))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("how", ["stride-0", "transposed", "sliced"])
-def test_gradients_that_are_not_contiguous(ranks, transport, how):
-    ranks(4).run(equality_case, transport, "uniform", [7, 7, 7, 7], 2, how)
+@pytest.mark.parametrize("layout", ["stride-0", "transposed", "sliced"])
+def test_tokens_and_gradients_that_are_not_contiguous(ranks, transport, layout):
+    case = Case(transport=transport, tokens=(7, 7, 7, 7), top_k=2, layout=layout)
+    ranks(4).run(equality_case, case)
 
 
-def rows_case(rank: Runtime, transport: str) -> None:
+def rows_case(rank: Runtime, transport: str, kind: str, top_k: int) -> None:
     """Each value names its token, so a misrouted row shows."""
-    tokens, top_k = 9, 3
+    tokens = (9, 4, 0, 6)[: rank.world_size]
     mesh = mesh_of(rank, rank.world_size)
-    own = mesh.local_experts(EXPERTS)
-    tag = torch.arange(tokens)[:, None] * 1.0 + 100 * rank.rank
-    idx, weights = routing("skewed", rank.rank, tokens, top_k)
+    own = mesh.local_experts(8)
+    mine = tokens[rank.rank]
+    idx, weights = routing(kind, rank.rank, mine, top_k)
+    expected = expected_rows(kind, tokens, top_k, own)
     for dtype in (torch.float32, torch.bfloat16):
-        x = tag.expand(tokens, 7).to(dtype)
-        shape = {"experts": EXPERTS, "top_k": top_k, "width": 7, "max_tokens": tokens}
+        x = tags(rank.rank, mine).to(dtype)
+        shape = {"experts": 8, "top_k": top_k, "width": 7, "max_tokens": 9}
         with dispatcher(transport, mesh.ep, dtype=dtype, **shape) as there:
             rows = there.finish(there.start(x, idx, weights))
-            expected = expected_rows(rank.world_size, own, tokens, top_k)
             assert rows.weights_Rm.dtype == torch.float32
-            assert torch.equal(
-                rows.x_RD,
-                torch.tensor([v for v, _, _ in expected]).to(dtype)[:, None].expand(-1, 7),
-            )
+            values = torch.tensor([value for value, _, _ in expected]).to(dtype)
+            assert torch.equal(rows.x_RD, values[:, None].expand(-1, 7))
             assert rows.local_expert_Rm.tolist() == [local for _, local, _ in expected]
             assert rows.weights_Rm.tolist() == [carried for _, _, carried in expected]
             back = there.combine(rows.x_RD.clone(), rows.handle)
             del rows
-        visits = ((idx[:, :, None] // 4) == torch.arange(2)).any(dim=1).sum(dim=1, keepdim=True)
+        owners = idx[:, :, None] // (8 // rank.world_size) == torch.arange(rank.world_size)
+        visits = owners.any(dim=1).sum(dim=1, keepdim=True)
         assert torch.equal(back, (visits * x.float()).to(dtype))
 
 
-def expected_rows(world_size: int, own: range, tokens: int, top_k: int) -> list[Any]:
+def tags(rank: int, tokens: int) -> Tensor:
+    return (torch.arange(tokens)[:, None] * 1.0 + 100 * rank).expand(tokens, 7)
+
+
+def expected_rows(kind: str, tokens: tuple[int, ...], top_k: int, own: range) -> list[Any]:
     """Of each row for the experts ``own``: its value, local experts and weights by slot."""
     found = []
-    for source in range(world_size):
-        idx, weights = routing("skewed", source, tokens, top_k)
-        for token in range(tokens):
-            here = [int(expert) in own for expert in idx[token]]
-            if any(here):
-                local = [
-                    int(e) - own.start if h else -1 for e, h in zip(idx[token], here, strict=True)
-                ]
-                carried = [
-                    w if h else 0.0 for w, h in zip(weights[token].tolist(), here, strict=True)
-                ]
-                found.append((100.0 * source + token, local, carried))
+    by_route = top_k <= len(own)
+    for source, count in enumerate(tokens):
+        idx, weights = routing(kind, source, count, top_k)
+        for token in range(count):
+            local, carried = [-1] * min(top_k, len(own)), [0.0] * min(top_k, len(own))
+            for k, expert in enumerate(idx[token].tolist()):
+                if expert in own:
+                    slot = k if by_route else expert - own.start
+                    local[slot], carried[slot] = expert - own.start, weights[token, k].item()
+            if max(local) >= 0:
+                found.append((float(tags(source, count)[token, 0]), local, carried))
     return found
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_rows_and_metadata_arrive_bitwise_where_they_belong(ranks, transport):
-    ranks(2).run(rows_case, transport)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("size", "top_k"), [(2, 3), (4, 3), (4, 1), (2, 8)])
+def test_rows_and_metadata_arrive_bitwise_where_they_belong(ranks, transport, kind, size, top_k):
+    """On 4 ranks of 2 experts K = 3 is more than a rank has."""
+    ranks(size).run(rows_case, transport, kind, top_k)
+
+
+def figures_case(rank: Runtime, transport: str) -> tuple[int, int]:
+    """Rows that leave this rank, by the dispatcher and counted from the routing."""
+    mesh = mesh_of(rank, rank.world_size)
+    idx, weights = routing("uniform", rank.rank, 20, 2)
+    shape: dict[str, Any] = {"experts": 8, "top_k": 2, "width": 7, "max_tokens": 20}
+    with dispatcher(transport, mesh.ep, **shape) as there:
+        flight = there.start(torch.zeros(20, 7), idx, weights)
+        rows = there.finish(flight)
+        there.combine(rows.x_RD, rows.handle)
+        del rows
+    owners = idx // (8 // rank.world_size)
+    others = [r for r in range(rank.world_size) if r != rank.rank]
+    return int(flight.rows_to_others), sum(int((owners == r).any(dim=1).sum()) for r in others)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_rows_that_leave_a_rank_are_counted(ranks, transport):
+    found = ranks(4).run(figures_case, transport)
+    assert all(said == counted for said, counted in found), found
+    assert len({said for said, _ in found}) > 1
+
+
+def overflow_case(rank: Runtime) -> None:
+    """Routes that nobody admitted do not fit a mailbox that capacity made small."""
+    shape: dict[str, Any] = {"experts": 4, "top_k": 1, "width": 7, "max_tokens": 8}
+    with dispatcher("rowwise", mesh_of(rank, 2).ep, capacity_factor=0.5, **shape) as there:
+        idx = torch.full((8, 1), 3 * (1 - rank.rank))
+        with pytest.raises(AssertionError, match="more rows than the mailbox has"):
+            there.start(torch.zeros(8, 7), idx, torch.ones(8, 1))
+        for wrong in (torch.zeros(8, 7, dtype=torch.bfloat16), torch.zeros(8, 6)):
+            with pytest.raises(AssertionError, match="not the mailbox's rows"):
+                there.start(wrong, idx, torch.ones(8, 1))
+
+
+def test_what_does_not_fit_a_mailbox_is_not_written(ranks):
+    ranks(2).run(overflow_case)
 
 
 def test_only_one_exchange_may_be_outstanding():

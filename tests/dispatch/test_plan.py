@@ -79,19 +79,6 @@ def test_positions_lead_back_to_where_they_came_from(routing, data):
         assert torch.equal(plan.tokens_of_rank[rank], goes.nonzero()[:, 0])
 
 
-@settings(max_examples=100, deadline=None)
-@given(routings())
-def test_what_is_routed_does_not_depend_on_the_ep_degree(routing):
-    """The experts that each token reaches are the same however many ranks hold them."""
-    idx, num_experts = routing
-    degrees = [d for d in (1, 2, 4) if num_experts % d == 0]
-    found = [
-        {(t, e) for t, e, _ in routes_of(make_plan(idx, d, num_experts // d), num_experts // d)}
-        for d in degrees
-    ]
-    assert all(each == found[0] for each in found)
-
-
 def test_no_tokens():
     plan = make_plan(torch.zeros(0, 2, dtype=torch.long), num_ranks=2, num_local_experts=2)
     assert plan.token_S.shape == (0,)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from olmo_shard.dispatch.local import LocalDispatcher
+from olmo_shard.dispatch.plan import DispatchPlan
 from olmo_shard.nn.moe import MoE
 from tests.support.tiny import model_config
 
@@ -29,9 +30,9 @@ class Observed(LocalDispatcher):
         self.events.append("push back")
         super().push_back(*args, **kwargs)
 
-    def pull_back(self, *args: Any) -> Any:
+    def pull_back(self, plan: DispatchPlan) -> Any:
         self.events.append("pull back")
-        return super().pull_back(*args)
+        return super().pull_back(plan)
 
 
 class Noted(torch.autograd.Function):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from olmo_shard.dispatch.capacity import most_rows
 from olmo_shard.dispatch.collective import CollectiveDispatcher
 from olmo_shard.dispatch.dispatcher import TokenDispatcher
 from olmo_shard.dispatch.heap.shared_memory import SharedMemoryHeap
@@ -38,7 +39,7 @@ def dispatcher(
         return
     layout = MailboxLayout(
         num_ranks=group.size(),
-        max_rows=max_tokens,
+        max_rows=most_rows(max_tokens, top_k, experts, group.size(), capacity_factor),
         num_slots=min(top_k, experts // group.size()),
         width=width,
         dtype=dtype,

@@ -48,6 +48,8 @@ def unsupported() -> str | None:
     machine = platform.machine()
     if sys.platform != "linux" or machine not in ("x86_64", "AMD64"):
         return f"it needs Linux on x86-64, this is {sys.platform} on {machine}"
+    if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
+        return "this Python was built without os.memfd_create or os.pidfd_open"
     return None
 
 
@@ -80,7 +82,7 @@ class SharedMemoryHeap(SymmetricHeap):
             places = gather_objects((os.getpid(), arena), group)
             self._pids = [pid for pid, _ in places]
             self._maps = on_every_rank(group, lambda: [_map(*place, total) for place in places])
-        # Only mappings are left: the memory goes with the last of them.
+        # Only mappings are left (CPython's keep a descriptor each): memory goes with the last one.
         self._flags = [memoryview(each)[:flag_bytes].cast("q") for each in self._maps]
         self.arenas = [_tensor(each, flag_bytes, arena_bytes) for each in self._maps]
         self._processes = on_every_rank(group, lambda: _Processes(self._pids, self.rank))
@@ -113,13 +115,12 @@ class SharedMemoryHeap(SymmetricHeap):
                 )
 
     def close(self) -> None:
+        """:raises BufferError: where a view is in use; call it again once it is gone."""
         self.arenas = []
         for flags in self._flags:
             flags.release()
-        self._flags = []
         for each in self._maps:
             each.close()
-        self._maps = []
         self._processes.close()
 
     def _missing(self, flags: Mapping[int, int], value: int, what: str) -> list[int]:

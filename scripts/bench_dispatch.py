@@ -19,6 +19,7 @@ four times inside each process, where no core reads what another one has written
 import argparse
 import json
 import multiprocessing
+import os
 import queue
 import statistics
 import sys
@@ -40,7 +41,7 @@ from olmo_shard.dispatch.heap.shared_memory import SharedMemoryHeap
 from olmo_shard.dispatch.mailbox import Mailbox
 from olmo_shard.dispatch.plan import make_plan
 from olmo_shard.dispatch.rowwise import RowwiseDispatcher
-from olmo_shard.distributed.collectives import gather_objects
+from olmo_shard.distributed.collectives import broadcast_object, gather_objects
 from olmo_shard.distributed.environment import RankInfo
 from olmo_shard.distributed.mesh import Mesh, build_mesh
 from olmo_shard.distributed.runtime import runtime
@@ -166,14 +167,21 @@ def _turns(mesh: Mesh, contenders: dict[str, Callable[[], int]], turns: int) -> 
     rows: list[Row] = []
     for turn in range(-2, turns):  # two to warm up
         for name, contender in contenders.items():
-            dist.barrier(group=mesh.control)
-            begun = time.perf_counter()
+            begun = _start_together(mesh)
             sent = contender()
             mine = (time.perf_counter() - begun, sent)
             found = gather_objects(mine, mesh.control)
             seconds, num_bytes = max(s for s, _ in found), sum(b for _, b in found)
             rows.append({"name": name, "turn": turn, "seconds": seconds, "bytes": num_bytes})
     return [row for row in rows if row["turn"] >= 0]
+
+
+def _start_together(mesh: Mesh) -> float:
+    """Wait for an instant that rank 0 names; ranks leave a barrier up to milliseconds apart."""
+    instant = broadcast_object(time.perf_counter() + 0.01, mesh.control)
+    while time.perf_counter() < instant:
+        os.sched_yield()
+    return instant
 
 
 def _route(
@@ -279,8 +287,7 @@ def _steps(arguments: argparse.Namespace, mesh: Mesh) -> list[Row]:
         for name, step in steps.items():
             batches = random_window(config, mesh, window)
             step.optimizer.data_parallel.wait()
-            dist.barrier(group=mesh.control)
-            begun = time.perf_counter()
+            begun = _start_together(mesh)
             output = step(batches, 1e-4)
             step.optimizer.data_parallel.wait()
             seconds = max(gather_objects(time.perf_counter() - begun, mesh.control))

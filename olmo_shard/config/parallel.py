@@ -47,8 +47,9 @@ class ParallelConfig(Section):
     ``rowwise`` where it can run, else ``collective``; the log says which.
     """
     capacity_factor: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """An expert takes at most this many times its even share of a rank's micro-batch; of more, the
-    routes with the lowest weights are dropped. Null drops none.
+    """An expert takes at most this many times its even share of the labelled tokens of a rank's
+    micro-batch; of more, the routes with the lowest weights are dropped, tokens without a label
+    first. Null drops none.
     """
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations in forward and backward; main weights stay FP32."""

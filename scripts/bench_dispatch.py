@@ -311,7 +311,7 @@ def _table(rows: list[Row]) -> str:
             seconds = statistics.median(row["seconds"] for row in own)
             share = "" if name.startswith("copies") else f"{_ratio(mine, 'copies', name):.0%}"
             rate = f"{own[0]['pairs'] / seconds / 1e6:.2f}"
-            sent = f"{own[0]['bytes'] / seconds / 1e9:.2f}"
+            sent = f"{own[0]['bytes'] / seconds / 1e9:.2f}" if own[0]["bytes"] else ""
             slower = f"{_ratio(mine, name, 'rowwise'):.2f}"
             cells = [*map(str, key), name, f"{seconds * 1e3:.1f}", slower, rate, sent, share]
             lines.append(f"| {' | '.join(cells)} |")

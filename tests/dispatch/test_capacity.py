@@ -77,6 +77,13 @@ def test_a_tiny_batch(factor, capacity):
         assert kept.tolist() == [[0, -1], [-1, -1], [-1, -1], [-1, 1]]
 
 
+def test_a_product_that_is_whole_is_not_rounded_up():
+    """100 x 0.07 is 7.000000000000001 in FP64."""
+    idx, labelled = torch.zeros(100, 1, dtype=torch.int64), torch.ones(100, dtype=torch.bool)
+    kept = keep_within_capacity(idx, torch.rand(100, 1), labelled, 1, 0.07)
+    assert (kept == 0).sum() == most_rows(100, 1, 1, 1, 0.07) == 7
+
+
 def moe_layer(capacity_factor: float | None, shared: int = 1) -> MoE:
     torch.manual_seed(0)
     config = model_config(moe={"num_shared_experts": shared})

@@ -8,6 +8,7 @@ from torch import Tensor
 from olmo_shard.dispatch.local import LocalDispatcher
 from olmo_shard.dispatch.plan import DispatchPlan
 from olmo_shard.nn.moe import MoE
+from olmo_shard.nn.recompute import checkpointed
 from tests.support.tiny import model_config
 
 
@@ -80,3 +81,26 @@ def test_shared_experts_and_losses_are_computed_while_rows_travel():
     assert moves == ["push", "pull", "push back", "pull back"]
     shared_at = events.index("shared experts backward")
     assert events.index("push back") < shared_at < events.index("pull back")
+
+
+def test_a_recompute_keeps_the_routes_that_the_forward_kept():
+    """A second decision on weights that differ in the last bit could drop others."""
+    layer = MoE(model_config())
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    layer.router.reset_buffers()
+    layer.dispatcher = Observed([])
+    decided: list[Tensor] = []
+
+    def admit(topk_idx_TK: Tensor, *_: Tensor) -> Tensor:
+        kept = topk_idx_TK.clone()
+        kept[len(decided) :: 2] = -1
+        decided.append(kept)
+        return kept
+
+    layer.dispatcher.admit = admit  # type: ignore[method-assign]
+    x = torch.randn(2, 5, 36, requires_grad=True)
+    out, _ = checkpointed(layer.forward)(x, torch.ones(2, 5, dtype=torch.bool))
+    out.sum().backward()
+    assert len(decided) == 1
+    assert layer.dispatcher.events.count("push") == 3, "forward, recompute, backward"

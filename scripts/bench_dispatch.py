@@ -1,7 +1,6 @@
 """Round trips of token rows (dispatch, then combine) by each transport, on CPUs of one host.
 
     python scripts/bench_dispatch.py --ranks 2 4 --out docs/bench
-    python scripts/bench_dispatch.py --ranks 2 --step configs/cpu-bench.yaml
 
 All contenders live in the same processes and take turns, so that what else the machine does hits
 them alike. A round trip takes as long as its slowest rank; figures are medians over the turns,
@@ -17,38 +16,30 @@ four times inside each process, where no core reads what another one has written
 """
 
 import argparse
-import json
-import multiprocessing
-import os
-import queue
-import statistics
-import sys
 import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any
 
+import bench_tables
 import torch
 import torch.distributed as dist
-from bench_model import build, random_window
+from bench_tables import Row
+from local_ranks import run_ranks, start_together
 from torch import Tensor
 
-from olmo_shard.config import ParallelConfig, RunConfig, load_config
+from olmo_shard.config import ParallelConfig
 from olmo_shard.dispatch.collective import CollectiveDispatcher
 from olmo_shard.dispatch.dispatcher import TokenDispatcher
 from olmo_shard.dispatch.heap.shared_memory import SharedMemoryHeap
 from olmo_shard.dispatch.mailbox import Mailbox
 from olmo_shard.dispatch.plan import make_plan
 from olmo_shard.dispatch.rowwise import RowwiseDispatcher
-from olmo_shard.distributed.collectives import broadcast_object, gather_objects
-from olmo_shard.distributed.environment import RankInfo
-from olmo_shard.distributed.mesh import Mesh, build_mesh
-from olmo_shard.distributed.runtime import runtime
+from olmo_shard.distributed.collectives import gather_objects
+from olmo_shard.distributed.mesh import Mesh
 from olmo_shard.distributed.traffic import traffic
 from olmo_shard.parallel.connection import mailbox_layout
 
-Row = dict[str, Any]
 ROUTINGS = ("uniform", "skewed", "one rank")
 
 
@@ -56,15 +47,8 @@ def main() -> None:
     arguments = _arguments()
     rows: list[Row] = []
     for ranks in arguments.ranks:
-        rows += _run_ranks(ranks, arguments)
-    command = f"python scripts/bench_dispatch.py {' '.join(sys.argv[1:])}".rstrip()
-    text = f"`{command}`\n\n{_step_table(rows) if arguments.step else _table(rows)}\n"
-    print(f"\n{text}")
-    if arguments.out:
-        stem = arguments.out / ("dispatch-step" if arguments.step else "dispatch")
-        stem.with_suffix(".md").write_text(text, encoding="utf-8")
-        stem.with_suffix(".json").write_text(json.dumps(rows), encoding="utf-8")
-        print(f"written: {stem}.md, .json")
+        rows += run_ranks(ranks, _all_shapes, arguments)
+    bench_tables.write(_table(rows), rows, arguments.out and arguments.out / "dispatch")
 
 
 def _arguments() -> argparse.Namespace:
@@ -76,54 +60,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--routing", nargs="+", default=["uniform"], choices=ROUTINGS)
     parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--step", help="time whole training steps of this config instead")
     parser.add_argument("--out", type=Path, help="folder for the table and all figures")
     return parser.parse_args()
 
 
-def _run_ranks(ranks: int, arguments: argparse.Namespace) -> list[Row]:
-    context = multiprocessing.get_context("spawn")
-    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    results = context.Queue()
-    processes = [
-        context.Process(target=_rank, args=(rank, ranks, store.port, arguments, results))
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        while not any(process.exitcode for process in processes):
-            try:
-                return results.get(timeout=1)
-            except queue.Empty:
-                continue
-        raise SystemExit("a rank failed; its message is above")
-    finally:
-        for process in processes:
-            process.join(10)
-            process.kill()
-
-
-def _rank(rank: int, ranks: int, port: int, arguments: argparse.Namespace, results: Any) -> None:
-    info = RankInfo(
-        rank=rank,
-        world_size=ranks,
-        local_rank=rank,
-        local_world_size=ranks,
-        master_addr="127.0.0.1",
-        master_port=port,
-    )
-    with runtime(info, RunConfig(device="cpu"), served=True) as here:
-        mesh = build_mesh(here, ranks)
-        rows: list[Row] = []
-        if arguments.step:
-            rows = _steps(arguments, mesh)
-        else:
-            shapes = product(arguments.tokens, arguments.width, arguments.top_k, arguments.routing)
-            for shape in shapes:
-                rows += _round_trips(mesh, arguments, *shape)
-        if rank == 0:
-            results.put(rows)
+def _all_shapes(mesh: Mesh, arguments: argparse.Namespace) -> list[Row]:
+    rows: list[Row] = []
+    shapes = (arguments.tokens, arguments.width, arguments.top_k, arguments.routing)
+    for shape in product(*shapes):
+        rows += _round_trips(mesh, arguments, *shape)
+    return rows
 
 
 def _round_trips(
@@ -167,21 +113,13 @@ def _turns(mesh: Mesh, contenders: dict[str, Callable[[], int]], turns: int) -> 
     rows: list[Row] = []
     for turn in range(-2, turns):  # two to warm up
         for name, contender in contenders.items():
-            begun = _start_together(mesh)
+            begun = start_together(mesh)
             sent = contender()
             mine = (time.perf_counter() - begun, sent)
             found = gather_objects(mine, mesh.control)
             seconds, num_bytes = max(s for s, _ in found), sum(b for _, b in found)
             rows.append({"name": name, "turn": turn, "seconds": seconds, "bytes": num_bytes})
     return [row for row in rows if row["turn"] >= 0]
-
-
-def _start_together(mesh: Mesh) -> float:
-    """Wait for an instant that rank 0 names; ranks leave a barrier up to milliseconds apart."""
-    instant = broadcast_object(time.perf_counter() + 0.01, mesh.control)
-    while time.perf_counter() < instant:
-        os.sched_yield()
-    return instant
 
 
 def _route(
@@ -277,29 +215,8 @@ def _private_copies(x_TD: Tensor, num_rows: int) -> Callable[[], int]:
     return copy
 
 
-def _steps(arguments: argparse.Namespace, mesh: Mesh) -> list[Row]:
-    """Seconds of whole training steps with each transport."""
-    config = load_config(arguments.step, [f"parallel.expert_parallel={mesh.world_size}"])
-    steps = {name: build(config, mesh, {"dispatch": name}) for name in ("rowwise", "collective")}
-    window = config.num_microbatches(mesh.world_size)
-    rows: list[Row] = []
-    for turn in range(-1, arguments.turns):
-        for name, step in steps.items():
-            batches = random_window(config, mesh, window)
-            step.optimizer.data_parallel.wait()
-            begun = _start_together(mesh)
-            output = step(batches, 1e-4)
-            step.optimizer.data_parallel.wait()
-            seconds = max(gather_objects(time.perf_counter() - begun, mesh.control))
-            exposed = output.traffic.exposed_seconds()
-            row = {"ranks": mesh.world_size, "name": name, "turn": turn, "seconds": seconds}
-            row |= {"tokens": int(output.tokens), "rows": exposed["rows"]}
-            rows.append(row | {"counts": exposed.get("counts", 0.0)})
-    return [row for row in rows if row["turn"] >= 0]
-
-
-def _table(rows: list[Row]) -> str:
-    lines = _header(
+def _table(rows: list[Row]) -> list[str]:
+    lines = bench_tables.header(
         "ranks", "T", "D", "K", "routing", "transport", "ms", "time / rowwise's",
         "million rows/s", "GB/s to peers", "share of the copy limit",
     )  # fmt: skip
@@ -307,45 +224,21 @@ def _table(rows: list[Row]) -> str:
     for key in dict.fromkeys(tuple(row[name] for name in shape) for row in rows):
         mine = [row for row in rows if tuple(row[name] for name in shape) == key]
         for name in dict.fromkeys(row["name"] for row in mine):
-            own = _of(mine, name)
-            seconds = statistics.median(row["seconds"] for row in own)
-            share = "" if name.startswith("copies") else f"{_ratio(mine, 'copies', name):.0%}"
-            rate = f"{own[0]['pairs'] / seconds / 1e6:.2f}"
-            sent = f"{own[0]['bytes'] / seconds / 1e9:.2f}" if own[0]["bytes"] else ""
-            slower = f"{_ratio(mine, name, 'rowwise'):.2f}"
-            cells = [*map(str, key), name, f"{seconds * 1e3:.1f}", slower, rate, sent, share]
+            cells = [*map(str, key), name, *_figures(mine, name)]
             lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return lines
 
 
-def _step_table(rows: list[Row]) -> str:
-    lines = _header(
-        "ranks", "transport", "step s", "tokens/s", "time / rowwise's", "waiting for rows s"
-    )
-    for ranks in dict.fromkeys(row["ranks"] for row in rows):
-        mine = [row for row in rows if row["ranks"] == ranks]
-        for name in dict.fromkeys(row["name"] for row in mine):
-            own = _of(mine, name)
-            seconds = statistics.median(row["seconds"] for row in own)
-            waits = statistics.median(row["rows"] + row["counts"] for row in own)
-            cells = [str(ranks), name, f"{seconds:.3f}", f"{own[0]['tokens'] / seconds:,.0f}"]
-            cells += [f"{_ratio(mine, name, 'rowwise'):.2f}", f"{waits:.3f}"]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _header(*names: str) -> list[str]:
-    return [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
-
-
-def _of(rows: list[Row], name: str) -> list[Row]:
-    return [row for row in rows if row["name"] == name]
-
-
-def _ratio(rows: list[Row], name: str, other: str) -> float:
-    """Median over the turns of one contender's time by another's."""
-    pairs = zip(_of(rows, name), _of(rows, other), strict=True)
-    return statistics.median(mine["seconds"] / theirs["seconds"] for mine, theirs in pairs)
+def _figures(rows: list[Row], name: str) -> list[str]:
+    first, seconds = bench_tables.of(rows, name)[0], bench_tables.median_seconds(rows, name)
+    limit = name.startswith("copies")
+    return [
+        f"{seconds * 1e3:.1f}",
+        f"{bench_tables.ratio(rows, name, 'rowwise'):.2f}",
+        f"{first['pairs'] / seconds / 1e6:.2f}",
+        f"{first['bytes'] / seconds / 1e9:.2f}" if first["bytes"] else "",
+        "" if limit else f"{bench_tables.ratio(rows, 'copies', name):.0%}",
+    ]
 
 
 if __name__ == "__main__":

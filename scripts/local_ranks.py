@@ -1,0 +1,73 @@
+"""Ranks on this machine for a benchmark on CPUs."""
+
+import multiprocessing
+import os
+import queue
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from olmo_shard.config import RunConfig
+from olmo_shard.distributed.collectives import broadcast_object
+from olmo_shard.distributed.environment import RankInfo
+from olmo_shard.distributed.mesh import Mesh, build_mesh
+from olmo_shard.distributed.runtime import runtime
+
+
+def run_ranks(ranks: int, work: Callable[..., Any], *arguments: Any) -> Any:
+    """What ``work(mesh, *arguments)`` returns on rank 0; all ranks form one expert-parallel group.
+
+    :raises SystemExit: where a rank fails; it has printed why.
+    """
+    context = multiprocessing.get_context("spawn")
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    results = context.Queue()
+    processes = [
+        context.Process(target=_rank, args=(rank, ranks, store.port, results, work, arguments))
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        while not any(process.exitcode for process in processes):
+            try:
+                return results.get(timeout=1)
+            except queue.Empty:
+                continue
+        raise SystemExit("a rank failed; its message is above")
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+
+
+def start_together(mesh: Mesh) -> float:
+    """Wait for an instant that rank 0 names; ranks leave a barrier up to milliseconds apart."""
+    instant = broadcast_object(time.perf_counter() + 0.01, mesh.control)
+    while time.perf_counter() < instant:
+        os.sched_yield()
+    return instant
+
+
+def _rank(
+    rank: int,
+    ranks: int,
+    port: int,
+    results: Any,
+    work: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    info = RankInfo(
+        rank=rank,
+        world_size=ranks,
+        local_rank=rank,
+        local_world_size=ranks,
+        master_addr="127.0.0.1",
+        master_port=port,
+    )
+    with runtime(info, RunConfig(device="cpu"), served=True) as here:
+        found = work(build_mesh(here, ranks), *arguments)
+        if rank == 0:
+            results.put(found)

@@ -8,7 +8,6 @@ import torch
 
 from olmo_shard.config import load_config
 from olmo_shard.errors import ConfigurationError
-from olmo_shard.train import preflight
 from olmo_shard.train import preflight as preflight_module
 from olmo_shard.train import trainer as trainer_module
 from olmo_shard.train.checkpoint_folder import complete_checkpoints, read_state
@@ -268,49 +267,3 @@ def test_version_and_help(main):
     assert printed.strip().count(".") >= 1
     code, printed = main("--help")
     assert all(command in printed for command in ("prepare", "check", "train"))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        ([], "# dispatch local\n"),
-        (["parallel.dispatch=collective"], "# dispatch collective\n"),
-        (["model.moe=null", "model.n_dense_layers=0"], "# dispatch none: no experts\n"),
-        (
-            ["parallel.expert_parallel=2"],
-            "# dispatch rowwise where all ranks of a group are on one host: mailboxes of 2 slots x "
-            "1 peer(s) x 32 rows x 144 B = 9,344 bytes (9.1 KiB) a rank, 18,688 bytes (18.2 KiB) "
-            "for 2 rank(s); 5,000,000 bytes (4.8 MiB) available here\n",
-        ),
-        (
-            ["parallel.expert_parallel=2", "model.d_model=32768"],
-            "# dispatch collective: rowwise cannot run here: the mailboxes of 2 rank(s) need "
-            "16,779,520 bytes (16.0 MiB) of shared memory, 5,000,000 bytes (4.8 MiB) are available",
-        ),
-        (
-            ["parallel.expert_parallel=2", "run.device=cuda"],
-            "# dispatch collective: rowwise cannot run here: its shared memory is for CPUs, this "
-            "is a run on cuda\n",
-        ),
-    ],
-)
-def test_a_check_says_how_rows_would_travel(tmp_path, main, monkeypatch, overrides, said):
-    monkeypatch.setattr(preflight, "available_memory", lambda: 5_000_000)
-    code, printed = main("check", write_config(tmp_path), *overrides)
-    assert code == 0, printed
-    assert said in printed
-
-
-@pytest.mark.parametrize("command", ["check", "train"])
-def test_mailboxes_that_do_not_fit_are_refused_before_any_rank_starts(
-    tmp_path, main, monkeypatch, command
-):
-    monkeypatch.setattr(preflight, "available_memory", lambda: 10_000)
-    wanted = ["parallel.expert_parallel=2", "parallel.dispatch=rowwise", "--nproc", "2"]
-    code, printed = main(command, write_config(tmp_path), *wanted)
-    assert code == 2
-    assert (
-        "parallel.dispatch = rowwise cannot run here: the mailboxes of 2 rank(s) need 18,688 bytes "
-        "(18.2 KiB) of shared memory, 10,000 bytes (9.8 KiB) are available; "
-    ) in printed
-    assert not (tmp_path / "run").exists()

@@ -1,6 +1,7 @@
 """Tables of a benchmark whose contenders took turns."""
 
 import json
+import shlex
 import statistics
 import sys
 from pathlib import Path
@@ -31,7 +32,7 @@ def ratio(rows: list[Row], name: str, other: str) -> float:
 
 def write(table: list[str], rows: list[Row], stem: Path | None) -> None:
     """Print a table under the command that made it; keep it and all figures where asked to."""
-    command = f"python scripts/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".rstrip()
+    command = shlex.join(["python", f"scripts/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     text = "\n".join([f"`{command}`", "", *table, ""])
     print(f"\n{text}")
     if stem is not None:

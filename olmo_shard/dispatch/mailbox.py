@@ -129,6 +129,8 @@ class Mailbox:
     def __init__(self, heap: SymmetricHeap, layout: MailboxLayout) -> None:
         self.heap, self.layout = heap, layout
         self.epoch = 0
+        self._arrived = 0
+        """The last epoch that was waited for."""
         self._consumed = True
         rank, size, arenas = heap.rank, heap.size, heap.arenas
         # Staggered, so that not all ranks write to the same one first.
@@ -161,10 +163,13 @@ class Mailbox:
         slot = slot_of(self.epoch)
         flags = {peer: self.layout.flag(slot, peer) for peer in self._peers}
         self.heap.wait(flags, self.epoch, f"{what}, epoch {self.epoch}")
+        self._arrived = self.epoch
 
     @contextmanager
     def consume(self) -> Iterator[dict[int, Region]]:
-        """The regions of all peers after ``wait``, to be read inside."""
+        """The regions of all peers after ``wait``, to be read inside, once."""
+        assert not self._consumed, "no exchange is outstanding"
+        assert self._arrived == self.epoch, "nobody has waited for these regions"
         yield self._incoming[slot_of(self.epoch)]
         self._consumed = True
 

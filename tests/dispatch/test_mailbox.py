@@ -217,11 +217,15 @@ def test_put_and_consume_alternate():
     mailbox.put(lambda peer, region: None)
     with pytest.raises(AssertionError, match="already outstanding"):
         mailbox.put(lambda peer, region: None)
+    with pytest.raises(AssertionError, match="nobody has waited"), mailbox.consume():
+        pass
     mailbox.wait("layer 0")
     with pytest.raises(AssertionError, match="already outstanding"):
         mailbox.put(lambda peer, region: None)  # waited for, and not read
     with mailbox.consume() as regions:
         assert regions == {}
+    with pytest.raises(AssertionError, match="no exchange is outstanding"), mailbox.consume():
+        pass
     mailbox.put(lambda peer, region: None)
     assert mailbox.epoch == 2
 

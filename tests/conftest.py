@@ -11,12 +11,13 @@ from tests.support.ranks import RankGroup
 
 
 class _Groups:
-    def __init__(self) -> None:
+    def __init__(self, *, interpreted: bool = False) -> None:
+        self._interpreted = interpreted
         self._groups: dict[int, RankGroup] = {}
 
     def __call__(self, size: int) -> RankGroup:
         if size not in self._groups:
-            self._groups[size] = RankGroup(size)
+            self._groups[size] = RankGroup(size, interpreted=self._interpreted)
         return self._groups[size]
 
     def close(self) -> None:
@@ -28,6 +29,14 @@ class _Groups:
 def ranks() -> Iterator[_Groups]:
     """``ranks(4)`` is a running group of four gloo ranks."""
     groups = _Groups()
+    yield groups
+    groups.close()
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> Iterator[_Groups]:
+    """``interpreted(3)``: the same, with Triton kernels run by the interpreter."""
+    groups = _Groups(interpreted=True)
     yield groups
     groups.close()
 

@@ -40,12 +40,12 @@ _ALIGN = 64
 class Region(NamedTuple):
     """What one source writes for one destination in one epoch."""
 
-    num_rows: Tensor
-    """int64 scalar."""
     weights: Tensor
     """FP32 [max_rows, m]: router weights outward, their gradients on the way back."""
     local_expert: Tensor
     """int32 [max_rows, m]: numbers of experts; outward alone."""
+    num_rows: Tensor
+    """int64 scalar."""
     rows: Tensor
     """[max_rows, D]."""
 
@@ -101,19 +101,19 @@ class MailboxLayout:
         place = (source - owner) % self.num_ranks - 1
         start = (slot * (self.num_ranks - 1) + place) * self.region_bytes
         region = arena[start : start + self.region_bytes]
-        num_rows, weights, local_expert, rows = region.split(self._part_bytes())
+        weights, local_expert, header, rows = region.split(self._part_bytes())
         return Region(
-            num_rows=num_rows.view(torch.int64)[0],
             weights=self._table(weights, torch.float32, self.num_slots),
             local_expert=self._table(local_expert, torch.int32, self.num_slots),
+            num_rows=header.view(torch.int64)[0],
             rows=self._table(rows, self.dtype, self.width),
         )
 
     def _part_bytes(self) -> list[int]:
-        """Of a region: number of rows, weights, experts, rows; each starts aligned."""
+        """Of a region: weights, experts, header, rows; each starts aligned."""
         metadata = _aligned(self.max_rows * self.num_slots * 4)
         rows = _aligned(self.max_rows * self.width * self.dtype.itemsize)
-        return [_ALIGN, metadata, metadata, rows]
+        return [metadata, metadata, _ALIGN, rows]
 
     def _table(self, part: Tensor, dtype: torch.dtype, width: int) -> Tensor:
         return part.view(dtype)[: self.max_rows * width].view(self.max_rows, width)

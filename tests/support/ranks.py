@@ -6,9 +6,11 @@ that rank's traceback.
 """
 
 import multiprocessing as mp
+import os
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -30,9 +32,12 @@ def mesh_of(rank: Runtime, expert_parallel: int = 1) -> Mesh:
 
 
 class RankGroup:
-    """``size`` processes that wait for cases."""
+    """``size`` processes that wait for cases.
 
-    def __init__(self, size: int) -> None:
+    :param interpreted: Triton kernels run in the interpreter, which is a mode of a whole process.
+    """
+
+    def __init__(self, size: int, *, interpreted: bool = False) -> None:
         context = mp.get_context("spawn")
         self._store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
         self._pipes: list[Any] = []
@@ -41,7 +46,8 @@ class RankGroup:
             ours, theirs = context.Pipe()
             arguments = (theirs, rank, size, self._store.port)
             process = context.Process(target=_serve, args=arguments, daemon=True)
-            process.start()
+            with _environment(TRITON_INTERPRET="1" if interpreted else "0"):
+                process.start()
             self._pipes.append(ours)
             self._processes.append(process)
 
@@ -81,6 +87,18 @@ class RankGroup:
             return pipe.recv()
         except EOFError:
             return "the process ended", None
+
+
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    """Set for processes that are started inside."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _serve(pipe: Any, rank: int, size: int, port: int) -> None:

@@ -19,9 +19,10 @@ per element: about 15.
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from olmo_shard.kernels.backend import Backend
+from olmo_shard.kernels.language import tl, triton
 
 BLOCK = 1024
 
@@ -104,11 +105,8 @@ def _adamw_kernel(
             tl.store(model_ptr + offsets, main.to(model_ptr.dtype.element_ty), mask=mask)
 
 
-def adamw(tensors: AdamWTensors, scalars: Tensor, rates: AdamWRates) -> None:
-    """Update in place.
-
-    :param scalars: what ``pack_scalars`` returned.
-    """
+def adamw_triton(tensors: AdamWTensors, scalars: Tensor, rates: AdamWRates) -> None:
+    """The launcher."""
     numel = tensors.main.numel()
     if numel == 0:
         return
@@ -139,3 +137,34 @@ def adamw_ref(tensors: AdamWTensors, scalars: Tensor, rates: AdamWRates) -> None
     w = main * (1 - rates.lr * rates.weight_decay) - rates.lr * update
     for old, new in ((main, w), (exp_avg, m), (exp_avg_sq, v), (model, w)):
         old.copy_(torch.where(skip == 0, new, old))
+
+
+@torch.library.custom_op(
+    "olmo_shard::adamw", mutates_args=("main", "exp_avg", "exp_avg_sq", "model")
+)
+def _adamw_op(
+    main: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    model: Tensor | None,
+    scalars: Tensor,
+    rates: list[float],
+    backend: str,
+) -> None:
+    """:param model: null where it is ``main``, since no two arguments may be the same tensor."""
+    tensors = AdamWTensors(main, grad, exp_avg, exp_avg_sq, main if model is None else model)
+    run = adamw_ref if backend == "reference" else adamw_triton
+    run(tensors, scalars, AdamWRates(*rates))
+
+
+def adamw(
+    tensors: AdamWTensors, scalars: Tensor, rates: AdamWRates, backend: Backend = "triton"
+) -> None:
+    """Update in place.
+
+    :param scalars: what ``pack_scalars`` returned.
+    """
+    main, grad, exp_avg, exp_avg_sq, model = tensors
+    other = None if model.data_ptr() == main.data_ptr() else model
+    _adamw_op(main, grad, exp_avg, exp_avg_sq, other, scalars, list(rates), backend)

@@ -8,37 +8,207 @@ Example: three rows with two slots each, -1 marks an empty slot, e = 2::
                        [1, -1],       expert 0: row 0 (slot 1)
                        [0, -1]]                 row 2 (slot 0)
                                       expert 1: row 0 (slot 0)
-    slot_P = [1, 4, 0, 2]                       row 1 (slot 0)
-    counts = [2, 2]                 slot_P indexes the flattened [R, m]; the row is slot_P // m
+    slot_P  = [1, 4, 0, 2]                      row 1 (slot 0)
+    row_P   = [0, 2, 0, 1]          slot_P indexes the flattened [R, m]; the row is slot_P // m
+    offsets = [0, 2, 4]             expert i has the pairs offsets[i] to offsets[i + 1] - 1
+    pair_Rm = [[2, 0],
+               [3, -1],
+               [1, -1]]
+
+The kernels cut the slots into C chunks, and expert i's cell of chunk c is number i x C + c: the
+pairs before a cell are a sum over all cells of a lower number.
+
+Bytes moved: reads 4 x R x m twice for each expert (from the L2 cache but once), writes
+16 P + 4 R m.
 """
 
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from olmo_shard.kernels.backend import Backend
+from olmo_shard.kernels.language import tl, triton
+
+SLOTS = 1024
+"""That a program holds at a time."""
+WARPS = 8
+"""Of a program of the second launch; with 4 a thread takes twice the registers."""
+CELLS = 4096
+"""Cells of (expert, chunk) at most: each program of the second launch reads the pairs of all."""
 
 
 class ExpertLayout(NamedTuple):
-    """The pairs of a rank, ordered by (expert, source rank, row)."""
+    """The pairs of a rank, ordered by (expert, row, slot)."""
 
     slot_P: Tensor
-    """int64 [P]: index of the pair into the flattened [R, m] slots."""
+    """int64 [P]: index of the pair into the flattened [R, m] slots; -1 past the last pair."""
     row_P: Tensor
-    """int64 [P]: row of the pair."""
-    counts: list[int]
-    """Pairs of each local expert, length e."""
+    """int64 [P]: row of the pair; -1 past the last pair."""
+    offsets: Tensor
+    """int32 [e + 1]: first pair of each local expert; the last entry is the number of pairs."""
+    pair_Rm: Tensor
+    """int32 [R, m]: pair of each slot; -1 in empty slots."""
 
 
-def expert_layout(local_expert_Rm: Tensor, num_local_experts: int) -> ExpertLayout:
-    """Sort pairs by expert; rows come in source order, so a stable sort keeps (source, row) inside.
+@triton.jit
+def _count_kernel(local_expert_ptr, pairs_ptr, num_slots, pieces, SLOTS: tl.constexpr):
+    expert = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1).to(tl.int64)
+    pairs = tl.zeros([SLOTS], tl.int32)
+    for piece in range(pieces):
+        slot = (chunk * pieces + piece) * SLOTS + tl.arange(0, SLOTS)
+        found = tl.load(local_expert_ptr + slot, mask=slot < num_slots, other=-1)
+        pairs += (found == expert).to(tl.int32)
+    tl.store(pairs_ptr + expert * tl.num_programs(1) + chunk, tl.sum(pairs, axis=0))
+
+
+@triton.jit
+def _write_kernel(
+    local_expert_ptr,
+    pairs_ptr,
+    slot_ptr,
+    row_ptr,
+    offsets_ptr,
+    pair_ptr,
+    num_slots,
+    max_pairs,
+    pieces,
+    SLOTS_OF_ROW: tl.constexpr,
+    SLOTS: tl.constexpr,
+    CELLS: tl.constexpr,
+):
+    expert = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1).to(tl.int64)
+    num_chunks = tl.num_programs(1)
+    num_experts = tl.num_programs(0).to(tl.int64)
+    num_cells = num_experts * num_chunks
+    own_cell = expert * num_chunks + chunk
+    cell = tl.arange(0, CELLS)
+    pairs = tl.load(pairs_ptr + cell, mask=cell < num_cells, other=0)
+    num_pairs = tl.sum(pairs, axis=0).to(tl.int64)
+    next_pair = tl.sum(tl.where(cell < own_cell, pairs, 0), axis=0).to(tl.int64)
+    if chunk == 0:
+        tl.store(offsets_ptr + expert, tl.minimum(next_pair, max_pairs).to(tl.int32))
+        if own_cell == 0:
+            last = tl.minimum(num_pairs, max_pairs).to(tl.int32)
+            tl.store(offsets_ptr + num_experts, last)
+
+    for piece in range(pieces):
+        slot = (chunk * pieces + piece) * SLOTS + tl.arange(0, SLOTS)
+        found = tl.load(local_expert_ptr + slot, mask=slot < num_slots, other=-2)
+        here = found == expert
+        pair = next_pair + tl.cumsum(here.to(tl.int32), axis=0) - 1
+        next_pair += tl.sum(here.to(tl.int32), axis=0)
+        fits = pair < max_pairs
+        tl.store(slot_ptr + pair, slot, mask=here & fits)
+        tl.store(row_ptr + pair, slot // SLOTS_OF_ROW, mask=here & fits)
+        tl.store(pair_ptr + slot, tl.where(fits, pair, -1).to(tl.int32), mask=here)
+        if own_cell < num_chunks:  # the first expert's programs, which see all slots once
+            tl.store(pair_ptr + slot, tl.full([SLOTS], -1, tl.int32), mask=found == -1)
+
+    first = num_pairs + own_cell * SLOTS
+    nothing = tl.full([SLOTS], -1, tl.int64)
+    while first < max_pairs:
+        pair = first + tl.arange(0, SLOTS)
+        tl.store(slot_ptr + pair, nothing, mask=pair < max_pairs)
+        tl.store(row_ptr + pair, nothing, mask=pair < max_pairs)
+        first += num_cells * SLOTS
+
+
+def _empty_layout(like: Tensor, num_local_experts: int, max_pairs: int) -> ExpertLayout:
+    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=like.device)
+
+    return ExpertLayout(
+        slot_P=empty(max_pairs, dtype=torch.int64),
+        row_P=empty(max_pairs, dtype=torch.int64),
+        offsets=empty(num_local_experts + 1, dtype=torch.int32),
+        pair_Rm=empty(*like.shape, dtype=torch.int32),
+    )
+
+
+@torch.library.custom_op("olmo_shard::expert_layout", mutates_args=())
+def _expert_layout_op(
+    local_expert_Rm: Tensor, num_local_experts: int, max_pairs: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_rows, slots_of_row = local_expert_Rm.shape
+    num_slots = num_rows * slots_of_row
+    assert max(num_slots, max_pairs) < 2**31, "pairs are stored in 32 bits"
+    assert num_local_experts <= CELLS
+    num_pieces = max(1, -(-num_slots // SLOTS))
+    pieces = -(-num_pieces // (CELLS // num_local_experts))
+    grid = (num_local_experts, -(-num_pieces // pieces))
+
+    layout = _empty_layout(local_expert_Rm, num_local_experts, max_pairs)
+    pairs = torch.empty(grid, dtype=torch.int32, device=local_expert_Rm.device)
+    local_expert_Rm = local_expert_Rm.contiguous()
+    _count_kernel[grid](local_expert_Rm, pairs, num_slots, pieces, SLOTS=SLOTS)
+    _write_kernel[grid](
+        local_expert_Rm,
+        pairs,
+        *layout,
+        num_slots,
+        max_pairs,
+        pieces,
+        SLOTS_OF_ROW=slots_of_row,
+        SLOTS=SLOTS,
+        CELLS=CELLS,
+        num_warps=WARPS,
+    )
+    return tuple(layout)
+
+
+@_expert_layout_op.register_fake
+def _(local_expert_Rm: Tensor, num_local_experts: int, max_pairs: int) -> ExpertLayout:
+    return _empty_layout(local_expert_Rm, num_local_experts, max_pairs)
+
+
+def expert_layout_triton(
+    local_expert_Rm: Tensor, num_local_experts: int, max_pairs: int
+) -> ExpertLayout:
+    """Two launches, no synchronization; arguments as for :func:`expert_layout`."""
+    return ExpertLayout(*_expert_layout_op(local_expert_Rm, num_local_experts, max_pairs))
+
+
+def expert_layout_ref(
+    local_expert_Rm: Tensor, num_local_experts: int, max_pairs: int | None
+) -> ExpertLayout:
+    """A stable sort keeps (row, slot) inside an expert; empty slots sort behind the last one."""
+    flat = local_expert_Rm.flatten()
+    # Bytes sort in a third of the time of int32 on a CPU; -1 becomes 255.
+    small = num_local_experts <= 255
+    key = flat.to(torch.uint8) if small else torch.where(flat < 0, num_local_experts, flat)
+    counts = torch.bincount(key, minlength=num_local_experts + 1)[:num_local_experts]
+    offsets = F.pad(counts.cumsum(0), (1, 0))
+    num_pairs = int(offsets[-1])
+    slot_P = torch.argsort(key, stable=True)[:num_pairs]
+    pair = torch.full_like(flat, -1)
+    pair.scatter_(0, slot_P, torch.arange(num_pairs, dtype=pair.dtype, device=flat.device))
+    if max_pairs is not None:
+        assert num_pairs <= max_pairs, f"{num_pairs} pairs, room for {max_pairs}"
+        slot_P = F.pad(slot_P, (0, max_pairs - num_pairs), value=-1)
+    row_P = slot_P // local_expert_Rm.shape[1]  # rounded down: -1 stays -1
+    return ExpertLayout(slot_P, row_P, offsets.int(), pair.view_as(local_expert_Rm))
+
+
+def expert_layout(
+    local_expert_Rm: Tensor,
+    num_local_experts: int,
+    max_pairs: int | None = None,
+    backend: Backend = "reference",
+) -> ExpertLayout:
+    """Order pairs by expert; rows come in source order, and keep it inside an expert.
 
     :param local_expert_Rm: int32 [R, m], local expert of each slot, -1 where there is none.
     :param num_local_experts: e.
+    :param max_pairs: P. Null makes lists as long as there are pairs, which the host then reads;
+        Triton needs a number. R x m is always enough. Pairs past it fail an assertion of the
+        reference; Triton, which cannot tell the host, leaves the last ones out everywhere, as if
+        their slots were empty.
     """
-    flat = local_expert_Rm.flatten()
-    # Empty slots sort behind the last expert and are cut off.
-    key = torch.where(flat < 0, num_local_experts, flat)
-    counts = torch.bincount(key, minlength=num_local_experts + 1)[:num_local_experts].tolist()
-    slot_P = torch.argsort(key, stable=True)[: sum(counts)]
-    slots = local_expert_Rm.shape[1]
-    return ExpertLayout(slot_P, slot_P // slots, counts)
+    if backend == "reference":
+        return expert_layout_ref(local_expert_Rm, num_local_experts, max_pairs)
+    assert max_pairs is not None, "the number of pairs is known on the device alone"
+    return expert_layout_triton(local_expert_Rm, num_local_experts, max_pairs)

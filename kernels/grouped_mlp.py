@@ -13,114 +13,271 @@ gate = 2, up = 6, silu(2) = 1.7616, y = 5 x 1.7616 x 6 x 0.5 = 26.42.
 The weight multiplies the activation, before the down-projection. So the backward needs only the
 rows, the up-projection's output and the pairs, and the router's gradient is the dot product of the
 activation with its own gradient (SonicMoE, arXiv 2512.14080, has the argument). No expanded [P, D]
-copy of the rows exists; the pairs of a row are summed in FP32 in ascending order of experts,
-without atomics.
+copy of the rows exists; the pairs of a row are summed in FP32 in a fixed order, without atomics.
 
 Bytes moved: P x (2D + 3F) x itemsize, weights apart. FLOPs: forward 6 P D F, backward twice that.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from olmo_shard.kernels.backend import Backend
 from olmo_shard.kernels.expert_layout import ExpertLayout
+from olmo_shard.kernels.grouped_gemm import grouped_gemm
+from olmo_shard.kernels.grouped_swiglu import swiglu_bwd, swiglu_bwd_ref, swiglu_fwd, swiglu_fwd_ref
+from olmo_shard.kernels.grouped_tiles import groups
+from olmo_shard.kernels.grouped_wgrad import grouped_wgrad, grouped_wgrad_ref
+from olmo_shard.kernels.sum_pairs import sum_pairs
 
 
-def _groups(layout: ExpertLayout) -> Iterator[tuple[int, slice, Tensor]]:
-    """Each expert that has pairs: its number, its pairs, their rows."""
-    start = 0
-    for expert, count in enumerate(layout.counts):
-        if count:
-            pairs = slice(start, start + count)
-            yield expert, pairs, layout.row_P[pairs]
-        start += count
+class MainGrads(NamedTuple):
+    """FP32, contiguous, of the weights' shapes: where backward adds their gradients.
+
+    See [Note: main gradients] in ``grouped_wgrad.py``.
+    """
+
+    w_gate_up: Tensor
+    w_down: Tensor
+
+
+class Saved(NamedTuple):
+    """What backward needs of a forward."""
+
+    x_RD: Tensor
+    weight_P: Tensor
+    """FP32."""
+    h_P2F: Tensor
+    w_gate_up: Tensor
+    w_down: Tensor
+    row_P: Tensor
+    offsets: Tensor
+
+
+def weight_of_pairs(weights_Rm: Tensor, slot_P: Tensor) -> Tensor:
+    """FP32 [P]; arbitrary behind the last pair."""
+    return weights_Rm.flatten()[slot_P.clamp(min=0)]
+
+
+def weight_of_slots(weight_P: Tensor, pair_Rm: Tensor) -> Tensor:
+    """FP32 [R, m], the inverse; 0 in empty slots."""
+    if len(weight_P) == 0:
+        return weight_P.new_zeros(pair_Rm.shape)
+    return torch.where(pair_Rm < 0, 0, weight_P[pair_Rm.clamp(min=0)])
+
+
+def grouped_mlp_fwd(
+    x_RD: Tensor,
+    weight_P: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    row_P: Tensor,
+    offsets: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Forward by Triton: (y_PD, h_P2F); the pairs of a row are still to be summed."""
+    h_P2F, a_PF = swiglu_fwd(x_RD, weight_P, w_gate_up, row_P, offsets)
+    return grouped_gemm(a_PF, w_down, offsets, transposed=True), h_P2F
+
+
+def grouped_mlp_bwd(
+    dy_RD: Tensor, saved: Saved, dw_gate_up: Tensor, dw_down: Tensor, *, add: bool
+) -> tuple[Tensor, Tensor]:
+    """Backward by Triton: (dx_PD, dweight_P).
+
+    :param dw_gate_up: written, or added to; like ``dw_down``.
+    """
+    x_RD, weight_P, h_P2F, w_gate_up, w_down, row_P, offsets = saved
+    dh_P2F, a_PF, dweight_P = swiglu_bwd(dy_RD, weight_P, w_down, h_P2F, row_P, offsets)
+    grouped_wgrad(dy_RD, a_PF, offsets, dw_down, left_index_P=row_P, add=add)
+    grouped_wgrad(dh_P2F, x_RD, offsets, dw_gate_up, right_index_P=row_P, add=add)
+    return grouped_gemm(dh_P2F, w_gate_up, offsets, transposed=False), dweight_P
 
 
 def grouped_mlp_fwd_ref(
-    x_RD: Tensor, weight_P: Tensor, w_gate_up: Tensor, w_down: Tensor, layout: ExpertLayout
+    x_RD: Tensor,
+    weight_P: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    row_P: Tensor,
+    offsets: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Forward in plain torch: (y_RD, h_P2F)."""
-    h_P2F = x_RD.new_empty(weight_P.shape[0], w_gate_up.shape[1])
+    """Forward in plain torch: (y_RD, h_P2F); the pairs of a row are summed by expert."""
+    h_P2F, a_PF = swiglu_fwd_ref(x_RD, weight_P, w_gate_up, row_P, offsets)
     y_RD = torch.zeros(x_RD.shape, dtype=torch.float32, device=x_RD.device)
-    for expert, pairs, rows in _groups(layout):
-        torch.mm(x_RD[rows], w_gate_up[expert].T, out=h_P2F[pairs])
-        gate, up = h_P2F[pairs].chunk(2, dim=1)
-        activation = F.silu(gate) * up * weight_P[pairs, None].to(x_RD.dtype)
-        y_RD.index_add_(0, rows, (activation @ w_down[expert].T).float())
+    for expert, pairs in groups(offsets):
+        y_RD.index_add_(0, row_P[pairs], (a_PF[pairs] @ w_down[expert].T).float())
     return y_RD.to(x_RD.dtype), h_P2F
 
 
 def grouped_mlp_bwd_ref(
+    dy_RD: Tensor, saved: Saved, dw_gate_up: Tensor, dw_down: Tensor, *, add: bool
+) -> tuple[Tensor, Tensor]:
+    """Backward in plain torch: (dx_RD, dweight_P)."""
+    x_RD, weight_P, h_P2F, w_gate_up, w_down, row_P, offsets = saved
+    dh_P2F, a_PF, dweight_P = swiglu_bwd_ref(dy_RD, weight_P, w_down, h_P2F, row_P, offsets)
+    grouped_wgrad_ref(dy_RD, a_PF, offsets, dw_down, left_index_P=row_P, add=add)
+    grouped_wgrad_ref(dh_P2F, x_RD, offsets, dw_gate_up, right_index_P=row_P, add=add)
+    dx_RD = torch.zeros(x_RD.shape, dtype=torch.float32, device=x_RD.device)
+    for expert, pairs in groups(offsets):
+        dx_RD.index_add_(0, row_P[pairs], (dh_P2F[pairs] @ w_gate_up[expert]).float())
+    return dx_RD.to(x_RD.dtype), dweight_P
+
+
+@torch.library.custom_op("olmo_shard::grouped_mlp", mutates_args=())
+def _grouped_mlp_op(
+    x_RD: Tensor,
+    weights_Rm: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    slot_P: Tensor,
+    row_P: Tensor,
+    offsets: Tensor,
+    pair_Rm: Tensor,
+    main_gate_up: Tensor | None,
+    main_down: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """(y_RD, h_P2F); the main gradients are for backward alone."""
+    x_RD, weight_P = x_RD.contiguous(), weight_of_pairs(weights_Rm, slot_P)
+    if backend == "reference":
+        return grouped_mlp_fwd_ref(x_RD, weight_P, w_gate_up, w_down, row_P, offsets)
+    y_PD, h_P2F = grouped_mlp_fwd(x_RD, weight_P, w_gate_up, w_down, row_P, offsets)
+    return sum_pairs(y_PD, pair_Rm), h_P2F
+
+
+@_grouped_mlp_op.register_fake
+def _(x_RD: Tensor, weights_Rm: Tensor, w_gate_up: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    slot_P = rest[1]
+    return torch.empty_like(x_RD).contiguous(), x_RD.new_empty(len(slot_P), w_gate_up.shape[1])
+
+
+@torch.library.custom_op("olmo_shard::grouped_mlp_bwd", mutates_args=())
+def _grouped_mlp_bwd_op(
     dy_RD: Tensor,
     x_RD: Tensor,
-    weight_P: Tensor,
+    weights_Rm: Tensor,
     h_P2F: Tensor,
     w_gate_up: Tensor,
     w_down: Tensor,
-    layout: ExpertLayout,
+    slot_P: Tensor,
+    row_P: Tensor,
+    offsets: Tensor,
+    pair_Rm: Tensor,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Backward in plain torch: gradients of (x_RD, weight_P, w_gate_up, w_down).
-
-    Experts without a row get zero gradients, so that every rank has the same graph.
-    """
-    dx_RD = torch.zeros(x_RD.shape, dtype=torch.float32, device=x_RD.device)
-    dweight_P = torch.zeros_like(weight_P)
-    dw_gate_up, dw_down = torch.zeros_like(w_gate_up), torch.zeros_like(w_down)
-    for expert, pairs, rows in _groups(layout):
-        gate, up = h_P2F[pairs].chunk(2, dim=1)
-        weight = weight_P[pairs, None].to(x_RD.dtype)
-        sigmoid = torch.sigmoid(gate)
-        silu = gate * sigmoid
-        dy = dy_RD[rows]
-        dscaled = dy @ w_down[expert]
-        torch.mm(dy.T, silu * up * weight, out=dw_down[expert])
-        dweight_P[pairs] = (dscaled.float() * (silu * up).float()).sum(dim=1)
-        dactivation = dscaled * weight
-        dgate = dactivation * up * sigmoid * (1 + gate * (1 - sigmoid))
-        dh = torch.cat([dgate, dactivation * silu], dim=1)
-        torch.mm(dh.T, x_RD[rows], out=dw_gate_up[expert])
-        dx_RD.index_add_(0, rows, (dh @ w_gate_up[expert]).float())
-    return dx_RD.to(x_RD.dtype), dweight_P, dw_gate_up, dw_down
+    """Gradients of (x_RD, weights_Rm, w_gate_up, w_down)."""
+    dw_gate_up, dw_down = torch.empty_like(w_gate_up), torch.empty_like(w_down)
+    weight_P = weight_of_pairs(weights_Rm, slot_P)
+    saved = Saved(x_RD.contiguous(), weight_P, h_P2F, w_gate_up, w_down, row_P, offsets)
+    dx_RD, dweights_Rm = _backward(dy_RD, saved, pair_Rm, dw_gate_up, dw_down, backend, add=False)
+    return dx_RD, dweights_Rm, dw_gate_up, dw_down
 
 
-class GroupedMLPFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_RD: Tensor,
-        weight_P: Tensor,
-        w_gate_up: Tensor,
-        w_down: Tensor,
-        layout: ExpertLayout,
-    ) -> Tensor:
-        y_RD, h_P2F = grouped_mlp_fwd_ref(x_RD, weight_P, w_gate_up, w_down, layout)
-        ctx.save_for_backward(x_RD, weight_P, h_P2F, w_gate_up, w_down, layout.slot_P, layout.row_P)
-        ctx.counts = layout.counts
-        return y_RD
+@_grouped_mlp_bwd_op.register_fake
+def _(
+    dy_RD: Tensor,
+    x_RD: Tensor,
+    weights_Rm: Tensor,
+    h_P2F: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    written = x_RD, weights_Rm, w_gate_up, w_down
+    return tuple(torch.empty_like(each).contiguous() for each in written)  # type: ignore[return-value]
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_RD, weight_P, h_P2F, w_gate_up, w_down, slot_P, row_P = ctx.saved_tensors
-        layout = ExpertLayout(slot_P, row_P, ctx.counts)
-        (dy_RD,) = grads
-        return *grouped_mlp_bwd_ref(dy_RD, x_RD, weight_P, h_P2F, w_gate_up, w_down, layout), None
+
+@torch.library.custom_op(
+    "olmo_shard::grouped_mlp_bwd_into", mutates_args=("main_gate_up", "main_down")
+)
+def _grouped_mlp_bwd_into_op(
+    dy_RD: Tensor,
+    x_RD: Tensor,
+    weights_Rm: Tensor,
+    h_P2F: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    slot_P: Tensor,
+    row_P: Tensor,
+    offsets: Tensor,
+    pair_Rm: Tensor,
+    main_gate_up: Tensor,
+    main_down: Tensor,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of (x_RD, weights_Rm); those of the weights are added to the main gradients."""
+    weight_P = weight_of_pairs(weights_Rm, slot_P)
+    saved = Saved(x_RD.contiguous(), weight_P, h_P2F, w_gate_up, w_down, row_P, offsets)
+    return _backward(dy_RD, saved, pair_Rm, main_gate_up, main_down, backend, add=True)
+
+
+@_grouped_mlp_bwd_into_op.register_fake
+def _(dy_RD: Tensor, x_RD: Tensor, weights_Rm: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x_RD).contiguous(), torch.empty_like(weights_Rm).contiguous()
+
+
+def _backward(
+    dy_RD: Tensor,
+    saved: Saved,
+    pair_Rm: Tensor,
+    dw_gate_up: Tensor,
+    dw_down: Tensor,
+    backend: str,
+    *,
+    add: bool,
+) -> tuple[Tensor, Tensor]:
+    dy_RD = dy_RD.contiguous()
+    if backend == "reference":
+        dx_RD, dweight_P = grouped_mlp_bwd_ref(dy_RD, saved, dw_gate_up, dw_down, add=add)
+    else:
+        dx_PD, dweight_P = grouped_mlp_bwd(dy_RD, saved, dw_gate_up, dw_down, add=add)
+        dx_RD = sum_pairs(dx_PD, pair_Rm)
+    return dx_RD, weight_of_slots(dweight_P, pair_Rm)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, main_gate_up, main_down, ctx.backend = inputs
+    ctx.save_for_backward(*tensors, output[1])
+    # Not saved: a recompute of the forward would hand back others.
+    ctx.main_grads = None if main_gate_up is None else (main_gate_up, main_down)
+    ctx.set_materialize_grads(False)
+
+
+def _op_backward(ctx: Any, dy_RD: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    x_RD, weights_Rm, w_gate_up, w_down, *layout, h_P2F = ctx.saved_tensors
+    operands = dy_RD, x_RD, weights_Rm, h_P2F, w_gate_up, w_down, *layout
+    nothing = (None,) * 7
+    if ctx.main_grads is None:
+        return *_grouped_mlp_bwd_op(*operands, ctx.backend), *nothing
+    dx_RD, dweights_Rm = _grouped_mlp_bwd_into_op(*operands, *ctx.main_grads, ctx.backend)
+    return dx_RD, dweights_Rm, None, None, *nothing
+
+
+_grouped_mlp_op.register_autograd(_op_backward, setup_context=_setup_context)
 
 
 def grouped_mlp(
-    x_RD: Tensor, weight_P: Tensor, w_gate_up: Tensor, w_down: Tensor, layout: ExpertLayout
+    x_RD: Tensor,
+    weights_Rm: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    layout: ExpertLayout,
+    backend: Backend = "reference",
+    main_grads: MainGrads | None = None,
 ) -> Tensor:
     """Run every pair through its expert and sum the pairs of a row.
 
+    Experts without a pair get zero gradients, so that every rank has the same graph.
+
     :param x_RD: [R, D] rows in compute precision.
-    :param weight_P: FP32 [P] router weight of each pair, in the order of ``layout``.
+    :param weights_Rm: FP32 router weight of each slot.
     :param w_gate_up: [e, 2F, D]; rows 0..F-1 are the gate.
     :param w_down: [e, D, F].
     :param layout: the pairs, by :func:`expert_layout`.
+    :param main_grads: where backward adds the weights' gradients, which it then does not return;
+        null returns them.
     :returns: [R, D]; a row without a pair is zero.
     """
-    y_RD = GroupedMLPFunction.apply(x_RD, weight_P, w_gate_up, w_down, layout)
-    assert isinstance(y_RD, Tensor)
-    return y_RD
+    mains = (None, None) if main_grads is None else main_grads
+    return _grouped_mlp_op(x_RD, weights_Rm, w_gate_up, w_down, *layout, *mains, backend)[0]

@@ -18,7 +18,7 @@ from olmo_shard.optim.schedule import describe_schedule
 from olmo_shard.optim.sharded import DistributedOptimizer
 from olmo_shard.optim.spikes import SpikeFilter
 from olmo_shard.parallel.apply import parallelize
-from olmo_shard.parallel.connection import Connection
+from olmo_shard.parallel.shards import ParallelModel
 from olmo_shard.train.callbacks import Callback
 from olmo_shard.train.callbacks.console import Console, print_summary
 from olmo_shard.train.callbacks.jsonl import JsonLines
@@ -60,7 +60,7 @@ def run(config: Config, info: RankInfo | None = None, *, scanned: bool = False) 
             started = start_from(config, trainer, mesh)
             if here.rank == 0:
                 (trainer.run_dir / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
-            notes = _describe(config, here, loader, steps, data_parallel.connection)
+            notes = _describe(config, here, loader, steps, data_parallel)
             lines = trainer.fit([*notes, started])
             data_parallel.close()
             if here.rank == 0:
@@ -73,10 +73,10 @@ def _callbacks(config: Config, console: RichConsole) -> list[Callback]:
 
 
 def _describe(
-    config: Config, here: Runtime, loader: DataLoader, steps: int, connection: Connection | None
+    config: Config, here: Runtime, loader: DataLoader, steps: int, data_parallel: ParallelModel
 ) -> list[str]:
     """What was chosen, for the log."""
-    parallel, train = config.parallel, config.train
+    parallel, train, connection = config.parallel, config.train, data_parallel.connection
     counts = parameter_counts(config.model)
     ep = parallel.expert_parallel
     return [
@@ -84,6 +84,7 @@ def _describe(
         f"model     {counts.total:,} parameters, {counts.active:,} active per token",
         f"layout    {parallel.mode}, {here.world_size} rank(s) = {here.world_size // ep} ep_dp "
         f"x {ep} ep, {parallel.compute_dtype}, {here.device.type}, {here.threads} thread(s) a rank",
+        f"kernels   {data_parallel.kernels} (parallel.kernels = {parallel.kernels})",
         *([] if connection is None else [f"dispatch  {connection.note}"]),
         f"data      {loader.num_sequences:,} sequences of {config.data.sequence_length} tokens "
         "an epoch",

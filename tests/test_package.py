@@ -71,7 +71,7 @@ def test_the_config_needs_no_torch(path):
 
 def test_files_and_functions_stay_small():
     for path in sources():
-        assert path.read_text().count("\n") <= 300, path
+        assert path.read_text().count("\n") <= (400 if part_of(path) == "kernels" else 300), path
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
                 assert (node.end_lineno or 0) - node.lineno < 80, f"{path}: {node.name}"

@@ -43,8 +43,12 @@ class ParallelConfig(Section):
     """Ranks over which the experts of a layer are spread."""
     dispatch: Literal["auto", "local", "collective", "rowwise"] = "auto"
     """How rows reach their experts: ``rowwise`` writes them into their ranks' memory (CPUs of one
-    host), ``collective`` sends them by all-to-all. ``auto``: ``local`` on one rank, else
-    ``rowwise`` where it can run, else ``collective``; the log says which.
+    host; GPUs that reach each other), ``collective`` sends them by all-to-all. ``auto``: ``local``
+    on one rank, else ``rowwise`` where it can run, else ``collective``; the log says which.
+    """
+    symmetric_heap: Literal["auto", "nvshmem", "torch"] = "auto"
+    """Whose memory ``rowwise`` uses on GPUs: NVSHMEM's (any number of nodes), or PyTorch's (one
+    host). ``auto``: NVSHMEM where it is installed, else PyTorch's; the log says which.
     """
     capacity_factor: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """An expert takes at most this many times its even share of the labelled tokens of a rank's
@@ -53,6 +57,10 @@ class ParallelConfig(Section):
     """
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations in forward and backward; main weights stay FP32."""
+    kernels: Literal["auto", "triton", "reference"] = "auto"
+    """What computes routed experts and the optimizer's step: ``triton`` kernels (GPUs), or the
+    plain-torch ``reference``. ``auto``: triton on CUDA, reference on CPUs.
+    """
     compile: bool = False
     """torch.compile attention and dense feed-forwards (router and routed experts stay eager)."""
     activation_checkpointing: Literal["none", "full"] = "none"

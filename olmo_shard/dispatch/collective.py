@@ -7,11 +7,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from olmo_shard.dispatch.dispatcher import TokenDispatcher
-from olmo_shard.dispatch.exchange import DispatchHandle, Received
+from olmo_shard.dispatch.exchange import DispatchHandle, Received, RecvCounts, on_host
 from olmo_shard.dispatch.plan import DispatchPlan
 from olmo_shard.dispatch.sum_rows import sum_rows
 from olmo_shard.distributed import collectives
 from olmo_shard.distributed.work import Work
+from olmo_shard.kernels.backend import Backend
 
 _ALIGN = 8
 """Bytes: every field of a packed row starts on a multiple, to be viewed in its own type."""
@@ -36,9 +37,13 @@ class CollectiveDispatcher(TokenDispatcher):
     name = "collective"
 
     def __init__(
-        self, num_experts: int, group: dist.ProcessGroup, capacity_factor: float | None = None
+        self,
+        num_experts: int,
+        group: dist.ProcessGroup,
+        capacity_factor: float | None = None,
+        kernels: Backend = "reference",
     ) -> None:
-        super().__init__(num_experts, group.rank(), group.size(), capacity_factor)
+        super().__init__(num_experts, group.rank(), group.size(), capacity_factor, kernels)
         self.group = group
         self._in_flight: _InFlight | None = None
 
@@ -47,25 +52,32 @@ class CollectiveDispatcher(TokenDispatcher):
         x_TD: Tensor,
         plan: DispatchPlan,
         topk_weights_TK: Tensor | None = None,
-        recv_counts: list[int] | None = None,
+        recv_counts: RecvCounts | None = None,
     ) -> None:
         payload = [x_TD[plan.token_S]]
         if topk_weights_TK is not None:
             payload += [plan.weights_by_slot(topk_weights_TK), plan.local_expert_Sm]
-        recv_counts = recv_counts or self._exchange_counts(plan)
-        self._send(payload, plan.send_counts, recv_counts, plan.layer)
+        counts = self._exchange_counts(plan) if recv_counts is None else on_host(recv_counts)
+        self._send(payload, plan.send_counts, counts, plan.layer)
 
     def pull(self) -> Received:
         (rows_RD, *metadata), counts = self._receive()
         weights_Rm, local_expert_Rm = metadata or (None, None)
-        return Received(rows_RD, weights_Rm, local_expert_Rm, counts)
+        most = 0 if local_expert_Rm is None else self._most_pairs(local_expert_Rm)
+        return Received(rows_RD, weights_Rm, local_expert_Rm, most, counts)
+
+    def _most_pairs(self, local_expert_Rm: Tensor) -> int:
+        """Exact for Triton, which allocates for them; its reference counts for itself."""
+        if self.kernels == "triton":
+            return int((local_expert_Rm >= 0).sum())
+        return local_expert_Rm.numel()
 
     def push_back(
         self, rows_RD: Tensor, handle: DispatchHandle, weights_Rm: Tensor | None = None
     ) -> None:
         payload = [rows_RD] if weights_Rm is None else [rows_RD, weights_Rm]
         plan = handle.plan
-        self._send(payload, handle.recv_counts, plan.send_counts, plan.layer)
+        self._send(payload, on_host(handle.recv_counts), plan.send_counts, plan.layer)
 
     def pull_back(self, plan: DispatchPlan) -> tuple[Tensor, Tensor | None]:
         (rows_SD, *weights), counts = self._receive()

@@ -38,13 +38,30 @@ from torch import Tensor
 from olmo_shard.dispatch.plan import DispatchPlan
 
 
+class DeviceCounts(NamedTuple):
+    """Rows received from each rank, where the host does not know them."""
+
+    counts_W: Tensor
+    """int64, on the device."""
+    max_rows: int
+    """Of all ranks, at most."""
+
+
+RecvCounts = list[int] | DeviceCounts
+"""Rows received from each rank; a transport takes what it has given."""
+
+
+def on_host(counts: RecvCounts) -> list[int]:
+    assert isinstance(counts, list)
+    return counts
+
+
 @dataclass(frozen=True, kw_only=True)
 class DispatchHandle:
     """What combine and the backward need to know of a dispatch."""
 
     plan: DispatchPlan
-    recv_counts: list[int]
-    """Rows received from each rank."""
+    recv_counts: RecvCounts
 
 
 class Received(NamedTuple):
@@ -55,7 +72,9 @@ class Received(NamedTuple):
     """FP32: router weight of each slot, 0 in empty ones; null in a backward."""
     local_expert_Rm: Tensor | None
     """int32: local expert of each slot, -1 in empty ones; null in a backward."""
-    recv_counts: list[int]
+    max_pairs: int
+    """Slots that are not empty, at most."""
+    recv_counts: RecvCounts
 
 
 class Transport(ABC):
@@ -67,7 +86,7 @@ class Transport(ABC):
         x_TD: Tensor,
         plan: DispatchPlan,
         topk_weights_TK: Tensor | None = None,
-        recv_counts: list[int] | None = None,
+        recv_counts: RecvCounts | None = None,
     ) -> None:
         """Start to send each token's row to the ranks of its experts.
 
@@ -115,14 +134,14 @@ class _DispatchFinish(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, order: Tensor, transport: Transport, plan: DispatchPlan
-    ) -> tuple[Tensor, Tensor, Tensor, DispatchHandle]:
-        rows_RD, weights_Rm, local_expert_Rm, recv_counts = transport.pull()
+    ) -> tuple[Tensor, Tensor, Tensor, int, DispatchHandle]:
+        rows_RD, weights_Rm, local_expert_Rm, max_pairs, recv_counts = transport.pull()
         assert weights_Rm is not None
         assert local_expert_Rm is not None
         ctx.transport = transport
         ctx.handle = DispatchHandle(plan=plan, recv_counts=recv_counts)
         ctx.mark_non_differentiable(local_expert_Rm)
-        return rows_RD, weights_Rm, local_expert_Rm, ctx.handle
+        return rows_RD, weights_Rm, local_expert_Rm, max_pairs, ctx.handle
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -165,10 +184,14 @@ def dispatch_start(
 
 def dispatch_finish(
     order: Tensor, transport: Transport, plan: DispatchPlan
-) -> tuple[Tensor, Tensor, Tensor, DispatchHandle]:
+) -> tuple[Tensor, Tensor, Tensor, int, DispatchHandle]:
     return _DispatchFinish.apply(order, transport, plan)  # type: ignore[return-value]
 
 
 def combine(rows_RD: Tensor, transport: Transport, handle: DispatchHandle) -> Tensor:
     order = _CombineStart.apply(rows_RD, transport, handle)
+    return combine_finish(order, transport, handle)  # type: ignore[arg-type]
+
+
+def combine_finish(order: Tensor, transport: Transport, handle: DispatchHandle) -> Tensor:
     return _CombineFinish.apply(order, transport, handle)  # type: ignore[return-value]

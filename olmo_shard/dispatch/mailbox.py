@@ -31,6 +31,7 @@ from torch import Tensor
 
 from olmo_shard.dispatch.heap.base import SymmetricHeap
 from olmo_shard.distributed.host_memory import in_units
+from olmo_shard.kernels.regions import Regions
 
 SLOTS = 2
 _ALIGN = 64
@@ -94,6 +95,21 @@ class MailboxLayout:
 
     def flag(self, slot: int, source: int) -> int:
         return slot * self.num_ranks + source
+
+    def regions(self, rank: int) -> Regions:
+        """The same for the kernels of a rank."""
+        weights, experts, header, _ = self._part_bytes()
+        return Regions(
+            rank=rank,
+            num_ranks=self.num_ranks,
+            max_rows=self.max_rows,
+            num_slots=self.num_slots,
+            width=self.width,
+            region_bytes=self.region_bytes,
+            experts_at=weights,
+            header_at=weights + experts,
+            rows_at=weights + experts + header,
+        )
 
     def region(self, arena: Tensor, owner: int, slot: int, source: int) -> Region:
         """A region of ``owner``'s arena; a rank has none for itself."""

@@ -1,24 +1,8 @@
-"""Which token rows go to which rank: index arithmetic alone, no communication.
+"""Which token rows go to which rank, as the transports read it; ``olmo_shard/kernels/plan.py`` says
+with an example what the tensors hold, and makes them.
 
 Shape letters: T tokens, K top-k, W ranks of the expert-parallel group, e local experts,
 m = min(K, e) slots of a row, S rows that this rank sends (its own included).
-
-A row's slots hold its routes: slot k the token's k-th route where K <= e, else slot i the route to
-local expert i. Either way no two routes of a row meet, and no sort is needed.
-
-Example: W = 2, e = 2, K = 2, three tokens; -1 is a route that was dropped::
-
-    topk_idx_TK = [[3, 0],    token 0: expert 3 (rank 1), expert 0 (rank 0)
-                   [2, 3],    token 1: both on rank 1, so its row travels once
-                   [-1, 1]]   token 2: expert 1 (rank 0)
-
-    token_S         = [0,       2,       0,       1]         rows by (rank, token)
-    send_counts     = [2,                2]
-    local_expert_Sm = [[-1, 0], [-1, 1], [1, -1], [0, 1]]    as numbered on the destination rank
-    goes_WT         = [[1, 0, 1], [1, 1, 0]]
-    slot_TK         = [[6, 3],    index into the slots of [1 + S, m]; row 0 is the bin of the
-                       [8, 9],    routes that were dropped
-                       [0, 5]]
 """
 
 from dataclasses import dataclass
@@ -27,10 +11,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from olmo_shard.kernels.backend import Backend
+from olmo_shard.kernels.plan import plan_ref, plan_triton
+
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchPlan:
-    """The rows that a rank sends; each token at most once to each rank."""
+    """The rows that a rank sends; each token at most once to each rank.
+
+    Triton's kernels make lists of static length, T x min(K, W): what lies past the rows is -1.
+    """
 
     layer: int
     """Block of the model, for messages and figures."""
@@ -38,10 +28,12 @@ class DispatchPlan:
     """int64 [S]: token of each row, ordered by (destination rank, token)."""
     send_counts_W: Tensor
     """int64 [W]: rows for each rank."""
+    send_routes_W: Tensor
+    """int64 [W]: routes to the experts of each rank."""
     local_expert_Sm: Tensor
     """int32 [S, m]: the routes' experts as numbered on the destination rank; -1 in empty slots."""
-    goes_WT: Tensor
-    """Boolean [W, T]: whether a row of the token goes to the rank."""
+    row_WT: Tensor
+    """int32 [W, T]: the token's row among the S, -1 where none goes to the rank."""
     slot_TK: Tensor
     """int64 [T, K]: slot of each route in the flattened [1 + S, m]; row 0 is a bin for dropped
     routes, row 1 + s is row s."""
@@ -51,6 +43,11 @@ class DispatchPlan:
         return self.slot_TK.shape[0]
 
     @cached_property
+    def goes_WT(self) -> Tensor:  # noqa: N802  (shape letters)
+        """Boolean [W, T]: whether a row of the token goes to the rank."""
+        return self.row_WT >= 0
+
+    @cached_property
     def send_counts(self) -> list[int]:
         """Rows for each rank, on the host."""
         return self.send_counts_W.tolist()
@@ -58,7 +55,7 @@ class DispatchPlan:
     @cached_property
     def tokens_of_rank(self) -> tuple[Tensor, ...]:
         """``token_S`` by destination rank."""
-        return self.token_S.split(self.send_counts)
+        return self.token_S[: sum(self.send_counts)].split(self.send_counts)
 
     def weights_by_slot(self, topk_weights_TK: Tensor) -> Tensor:
         """FP32 [S, m]: router weight of each slot, 0 in empty ones."""
@@ -74,7 +71,11 @@ class DispatchPlan:
 
 
 def make_plan(
-    topk_idx_TK: Tensor, num_ranks: int, num_local_experts: int, layer: int = 0
+    topk_idx_TK: Tensor,
+    num_ranks: int,
+    num_local_experts: int,
+    layer: int = 0,
+    backend: Backend = "reference",
 ) -> DispatchPlan:
     """Make the plan of one MoE layer and micro-batch.
 
@@ -82,37 +83,8 @@ def make_plan(
         dropped.
     :param num_ranks: W; rank d holds the experts d x e to (d + 1) x e - 1.
     :param num_local_experts: e.
+    :param backend: ``triton`` makes lists of static length and never waits for the device.
     """
-    num_tokens, top_k = topk_idx_TK.shape
-    assert (num_ranks + 1) * num_tokens < 2**31, "cells and rows are counted in 32 bits"
-    num_slots = min(top_k, num_local_experts)
-    device = topk_idx_TK.device
-    # int32 takes a quarter of the time of int64 on a CPU, and a quotient in FP32 (exact below 2^24,
-    # rounded down) a quarter of that of an integer division.
-    expert_TK = topk_idx_TK.to(torch.int32)
-    rank_TK = (expert_TK.float() / num_local_experts).floor().to(torch.int32)
-    local_expert_TK = expert_TK - rank_TK * num_local_experts
-
-    # A cell is a (rank, token); dropped routes have rank -1, whose cells come first.
-    token_T1 = torch.arange(num_tokens, dtype=torch.int32, device=device)[:, None]
-    cell_TK = ((rank_TK + 1) * num_tokens + token_T1).long()
-    visited = torch.zeros((num_ranks + 1) * num_tokens, dtype=torch.bool, device=device)
-    visited.scatter_(0, cell_TK.flatten(), value=True)
-    visited[:num_tokens] = False
-    row_TK = visited.cumsum(0, dtype=torch.int32).take(cell_TK)
-    goes_WT = visited[num_tokens:].view(num_ranks, num_tokens)
-    token_S = goes_WT.nonzero(as_tuple=True)[1]
-
-    by_route = top_k <= num_local_experts
-    in_row = torch.arange(top_k, dtype=torch.int32, device=device) if by_route else local_expert_TK
-    slot_TK = row_TK.long() * num_slots + in_row
-    experts = torch.full((1 + len(token_S), num_slots), -1, dtype=torch.int32, device=device)
-    experts.view(-1).scatter_(0, slot_TK.flatten(), local_expert_TK.flatten())
-    return DispatchPlan(
-        layer=layer,
-        token_S=token_S,
-        send_counts_W=goes_WT.sum(dim=1),
-        local_expert_Sm=experts[1:],
-        goes_WT=goes_WT,
-        slot_TK=slot_TK,
-    )
+    plan = plan_triton if backend == "triton" else plan_ref
+    tensors = plan(topk_idx_TK, num_ranks, num_local_experts)
+    return DispatchPlan(layer=layer, **tensors._asdict())

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from olmo_shard.dispatch.dispatcher import Flight, TokenDispatcher
-from olmo_shard.dispatch.exchange import DispatchHandle, Received
+from olmo_shard.dispatch.exchange import DispatchHandle, Received, RecvCounts, on_host
 from olmo_shard.dispatch.mailbox import Mailbox, Region
 from olmo_shard.dispatch.plan import DispatchPlan
 from olmo_shard.dispatch.sum_rows import sum_rows
@@ -67,7 +67,7 @@ class RowwiseDispatcher(TokenDispatcher):
         x_TD: Tensor,
         plan: DispatchPlan,
         topk_weights_TK: Tensor | None = None,
-        recv_counts: list[int] | None = None,
+        recv_counts: RecvCounts | None = None,
     ) -> None:
         self._check_fits(x_TD, plan.send_counts)
         weights_Sm = None if topk_weights_TK is None else plan.weights_by_slot(topk_weights_TK)
@@ -85,7 +85,10 @@ class RowwiseDispatcher(TokenDispatcher):
         self.mailbox.put(write)
         self._count(plan, plan.send_counts, 0 if weights_of is None else 8)
         self._outward = _Outward(
-            x_TD=x_TD, plan=plan, weights_Sm=weights_Sm, recv_counts=recv_counts
+            x_TD=x_TD,
+            plan=plan,
+            weights_Sm=weights_Sm,
+            recv_counts=None if recv_counts is None else on_host(recv_counts),
         )
 
     def pull(self) -> Received:
@@ -98,19 +101,22 @@ class RowwiseDispatcher(TokenDispatcher):
             assert outward.recv_counts in (None, counts), "not the counts of the dispatch"
             rows_RD = self._copy_out(outward, regions, counts)
             if weights_Sm is None:
-                return Received(rows_RD, None, None, counts)
+                return Received(rows_RD, None, None, 0, counts)
             own_weights = weights_Sm.split(plan.send_counts)[self.rank]
             own_experts = plan.local_expert_Sm.split(plan.send_counts)[self.rank]
             weights = self._by_rank(own_weights, regions, "weights", counts)
             experts = self._by_rank(own_experts, regions, "local_expert", counts)
-            return Received(rows_RD, torch.cat(weights), torch.cat(experts), counts)
+            local_expert_Rm = torch.cat(experts)
+            most = local_expert_Rm.numel()
+            return Received(rows_RD, torch.cat(weights), local_expert_Rm, most, counts)
 
     def push_back(
         self, rows_RD: Tensor, handle: DispatchHandle, weights_Rm: Tensor | None = None
     ) -> None:
-        self._check_fits(rows_RD, handle.recv_counts)
-        rows_of = rows_RD.split(handle.recv_counts)
-        weights_of = None if weights_Rm is None else weights_Rm.split(handle.recv_counts)
+        counts = on_host(handle.recv_counts)
+        self._check_fits(rows_RD, counts)
+        rows_of = rows_RD.split(counts)
+        weights_of = None if weights_Rm is None else weights_Rm.split(counts)
 
         def write(peer: int, region: Region) -> None:
             num_rows = len(rows_of[peer])
@@ -120,7 +126,7 @@ class RowwiseDispatcher(TokenDispatcher):
                 region.weights[:num_rows] = weights_of[peer]
 
         self.mailbox.put(write)
-        self._count(handle.plan, handle.recv_counts, 0 if weights_of is None else 4)
+        self._count(handle.plan, counts, 0 if weights_of is None else 4)
         own_weights = None if weights_of is None else weights_of[self.rank]
         self._back = _Back(rows=rows_of[self.rank], weights=own_weights)
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 
 @dataclass
@@ -17,7 +18,18 @@ class StepTraffic:
     bytes: Counter[str] = field(default_factory=Counter)
     bytes_by_layer: Counter[int] = field(default_factory=Counter)
     """Of what belongs to a layer: its token rows, their metadata and gradients."""
+    _later: list[tuple[str, int, Tensor, int]] = field(default_factory=list)
     _waits: list[tuple[str, int | None, Callable[[], float]]] = field(default_factory=list)
+
+    def settle(self) -> None:
+        """Count what only the device knew; waits for it. Before bytes are read."""
+        if not self._later:
+            return
+        rows = torch.stack([rows for _, _, rows, _ in self._later]).tolist()
+        for (kind, layer, _, row_bytes), num_rows in zip(self._later, rows, strict=True):
+            self.bytes[kind] += num_rows * row_bytes
+            self.bytes_by_layer[layer] += num_rows * row_bytes
+        self._later.clear()
 
     def exposed_seconds(self) -> dict[str, float]:
         """Time that computation stood still for communication.
@@ -36,6 +48,10 @@ class StepTraffic:
             if layer is not None:
                 seconds[layer] = seconds.get(layer, 0.0) + read()
         return seconds
+
+    def add_later(self, kind: str, layer: int, rows: Tensor, row_bytes: int) -> None:
+        self.calls[kind] += 1
+        self._later.append((kind, layer, rows, row_bytes))
 
     def add_wait(self, kind: str, layer: int | None, read: Callable[[], float]) -> None:
         self._waits.append((kind, layer, read))
@@ -57,6 +73,14 @@ class Traffic:
                 counts.bytes[kind] += num_bytes
         if layer is not None and self._stretch is not None:
             self._stretch.bytes_by_layer[layer] += num_bytes
+
+    def add_later(self, kind: str, rows: Tensor, row_bytes: int, layer: int) -> None:
+        """The same of rows that the device has counted; in a stretch alone.
+
+        :param rows: integer scalar.
+        """
+        if self._stretch is not None:
+            self._stretch.add_later(kind, layer, rows, row_bytes)
 
     @contextmanager
     def stretch(self) -> Iterator[StepTraffic]:

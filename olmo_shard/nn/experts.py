@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from olmo_shard.dispatch.dispatcher import DispatchedRows
-from olmo_shard.kernels.expert_layout import expert_layout
-from olmo_shard.kernels.grouped_mlp import grouped_mlp
+from olmo_shard.kernels.backend import Backend
+from olmo_shard.kernels.grouped_mlp import MainGrads
 
 
 class RoutedExperts(nn.Module):
@@ -18,9 +18,23 @@ class RoutedExperts(nn.Module):
         super().__init__()
         self.w_gate_up = nn.Parameter(torch.empty(num_experts, 2 * hidden, d_model))
         self.w_down = nn.Parameter(torch.empty(num_experts, d_model, hidden))
+        self.kernels: Backend = "reference"
+        self.adds_to_grad = False
+        """Whether backward adds to the weights' ``.grad`` in place where that is FP32; mode ``ddp``
+        sets it. ``torch.autograd.grad`` then gets no gradients of these weights."""
 
     def forward(self, rows: DispatchedRows) -> Tensor:
-        """One row for each received row: the weighted sum over its local experts, [R, D]."""
-        layout = expert_layout(rows.local_expert_Rm, self.w_gate_up.shape[0])
-        weight_P = rows.weights_Rm.flatten()[layout.slot_P]
-        return grouped_mlp(rows.x_RD, weight_P, self.w_gate_up, self.w_down, layout)
+        """One row for each received row: the weighted sum over its local experts, [R, D].
+
+        :param rows: what a dispatcher hands over; how they get through the experts is theirs.
+        """
+        return rows.through(self.w_gate_up, self.w_down, self._main_grads(), self.kernels)
+
+    def _main_grads(self) -> MainGrads | None:
+        gate_up, down = self.w_gate_up, self.w_down
+        if not (self.adds_to_grad and gate_up.requires_grad and down.requires_grad):
+            return None
+        # Null where a hook collects them, or where somebody took them away.
+        if gate_up.grad is None or down.grad is None or gate_up.grad.dtype != torch.float32:
+            return None
+        return MainGrads(gate_up.grad, down.grad)

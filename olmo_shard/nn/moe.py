@@ -60,7 +60,6 @@ class MoE(nn.Module):
             rows_W=flight.plan.send_counts_W,
         )
         shared = self.shared_experts(x_BSD) if self.shared_experts else None
-        rows = self.dispatcher.finish(flight)
-        out_TD = self.dispatcher.combine(self.experts(rows), rows.handle)
+        out_TD = self.dispatcher.run(flight, self.experts)
         out_BSD = out_TD.view_as(x_BSD)
         return (out_BSD if shared is None else out_BSD + shared), stats

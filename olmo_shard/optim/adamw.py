@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from olmo_shard.config import OptimConfig
+from olmo_shard.kernels.adamw import AdamWRates, AdamWTensors, adamw, pack_scalars
+from olmo_shard.kernels.backend import Backend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +34,6 @@ class StepScalars:
     @cached_property
     def packed(self) -> Tensor:
         """What the Triton kernel reads: made once a step."""
-        from olmo_shard.kernels.adamw import pack_scalars
-
         betas = self.config.beta1, self.config.beta2
         divisor = torch.ones_like(self.skip) if self.divisor is None else self.divisor
         return pack_scalars(divisor, self.skip, self.step, *betas)
@@ -65,12 +65,14 @@ class SliceState(NamedTuple):
     """The weights in compute precision; ``main`` itself in FP32."""
 
 
-def adamw_(state: SliceState, runs: DecayRuns, scalars: StepScalars) -> None:
-    """AdamW in place (the formula is in ``kernels/adamw.py``): Triton on CUDA, torch's fused kernel
-    on a CPU. ``grad`` may be overwritten.
+def adamw_(
+    state: SliceState, runs: DecayRuns, scalars: StepScalars, kernels: Backend = "reference"
+) -> None:
+    """AdamW in place (the formula is in ``kernels/adamw.py``), by Triton or by torch's fused
+    kernel. ``grad`` may be overwritten.
     """
-    if state.main.is_cuda:
-        _adamw_cuda_(state, runs, scalars)
+    if kernels == "triton":
+        _adamw_triton_(state, runs, scalars)
         return
     config = scalars.config
     for weight_decay, (mains, grads, exp_avgs, exp_avg_sqs) in runs.split(*state[:4]):
@@ -106,10 +108,7 @@ def sgd_(main: Tensor, grad: Tensor, model: Tensor, runs: DecayRuns, scalars: St
     _write_model(main, model)
 
 
-def _adamw_cuda_(state: SliceState, runs: DecayRuns, scalars: StepScalars) -> None:
-    # Here, not at the top: importing the package needs no Triton.
-    from olmo_shard.kernels.adamw import AdamWRates, AdamWTensors, adamw
-
+def _adamw_triton_(state: SliceState, runs: DecayRuns, scalars: StepScalars) -> None:
     config = scalars.config
     for weight_decay, lists in runs.split(*state):
         rates = AdamWRates(scalars.lr, weight_decay, config.beta1, config.beta2, config.eps)

@@ -125,7 +125,7 @@ class DistributedOptimizer:
             exp_avg_sq=self.exp_avg_sqs[index],
             model=part.model,
         )
-        adamw_(state, runs, scalars)
+        adamw_(state, runs, scalars, self.data_parallel.kernels)
 
     def _decay_runs(self, part: MainSlice) -> DecayRuns:
         """The runs of a slice with and without decay; padding goes with what is before it."""

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from olmo_shard.config import ParallelConfig
 from olmo_shard.distributed.mesh import Mesh
 from olmo_shard.errors import ConfigurationError
+from olmo_shard.kernels.backend import choose_backend
 from olmo_shard.nn.feed_forward import FeedForward
 from olmo_shard.nn.init import initial_tensor
 from olmo_shard.nn.recompute import checkpointed
@@ -39,7 +40,8 @@ def parallelize(
         shape = _local_shape(logical)
         return initial_tensor(model.config, logical.name, shape, seed, logical.experts)
 
-    connection = connect_experts(model, mesh, config, max_tokens)
+    kernels = choose_backend(config.kernels, mesh.device.type)
+    connection = connect_experts(model, mesh, config, max_tokens, kernels)
     parameters = spread_experts(model, mesh)
     _wrap_forwards(model, config)
     wrap = DDPModel if config.mode == "ddp" else FSDPModel
@@ -47,7 +49,7 @@ def parallelize(
     for router in model.routers():
         router.to_empty(device=mesh.device, recurse=False)
         router.reset_buffers()
-    data_parallel.connection = connection
+    data_parallel.connection, data_parallel.kernels = connection, kernels
     return data_parallel
 
 

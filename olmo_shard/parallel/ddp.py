@@ -13,6 +13,7 @@ from torch import nn
 from olmo_shard.config import ParallelConfig
 from olmo_shard.distributed.mesh import Mesh
 from olmo_shard.distributed.work import Lane
+from olmo_shard.nn.experts import RoutedExperts
 from olmo_shard.parallel.flat_space import FlatBucket, FlatSpace
 from olmo_shard.parallel.gather import BucketGather
 from olmo_shard.parallel.reduce import BucketReducer
@@ -41,6 +42,9 @@ class DDPModel(ParallelModel):
             for group, members in _classes(mesh, parameters)
         ]
         buckets = _in_order_of_backward(self.spaces, parameters)
+        for module in model.modules():
+            if isinstance(module, RoutedExperts):
+                module.adds_to_grad = True
         lane = Lane(mesh.device)
         self._reducer = BucketReducer(
             model,

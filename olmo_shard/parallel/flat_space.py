@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from olmo_shard.config import ParallelConfig
 from olmo_shard.errors import TrainingError
+from olmo_shard.kernels.accumulate_grad import accumulate_grad
+from olmo_shard.kernels.backend import Backend, choose_backend
 from olmo_shard.parallel.buckets import Bucket, Piece, make_buckets, pieces
 from olmo_shard.parallel.shards import InitialValue, LogicalParameter, MainSlice, ParameterShard
 
@@ -49,8 +51,8 @@ class FlatSpace:
         initial: InitialValue,
     ) -> None:
         self.group = group
-        # torch.compile refuses a parameter whose .grad is of another type.
-        self._by_hook = config.compile or not HAS_GRAD_DTYPE
+        self._compiled = config.compile
+        self._kernels: Backend = choose_backend(config.kernels, device.type)
         self._logical = {parameter.name: parameter for parameter in parameters}
         sizes = {name: model.get_parameter(name).numel() for name in self._logical}
         cap = int(config.ddp.bucket_cap_mb * 2**20 / torch.float32.itemsize)
@@ -90,7 +92,7 @@ class FlatSpace:
             values[span.start - bucket.start : span.end - bucket.start] = value.flatten()
             view = slice(span.start, span.end)
             parameter = nn.Parameter(self.weights[view].view(old.shape))
-            self._attach(parameter, self.grads[view].view(old.shape))
+            self._attach(parameter, self.grads[view].view(old.shape), self._logical[span.name])
             owner, _, name = span.name.rpartition(".")
             setattr(model.get_submodule(owner), name, parameter)
         weights = self.weights[bucket.start : bucket.end]
@@ -116,12 +118,14 @@ class FlatSpace:
             ),
         )
 
-    def _attach(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def _attach(self, parameter: nn.Parameter, gradient: Tensor, logical: LogicalParameter) -> None:
         """Make backward add to a view of the flat gradients."""
+        # torch.compile refuses a parameter whose .grad is of another type; experts stay eager.
+        compiled = self._compiled and logical.experts is None
         if parameter.dtype == gradient.dtype:
             self._attached.append((parameter, gradient))
-        elif self._by_hook:
-            _add_by_hook(parameter, gradient)
+        elif compiled or not HAS_GRAD_DTYPE:
+            _add_by_hook(parameter, gradient, self._kernels)
         else:
             parameter.grad_dtype = gradient.dtype
             self._attached.append((parameter, gradient))
@@ -136,12 +140,15 @@ class FlatSpace:
         )
 
 
-def _add_by_hook(parameter: nn.Parameter, gradient: Tensor) -> None:
+def _add_by_hook(parameter: nn.Parameter, gradient: Tensor, kernels: Backend) -> None:
     """Make backward add a parameter's gradient to a tensor that is not its ``.grad``."""
 
     def add(param: Tensor) -> None:
         assert param.grad is not None
-        gradient.add_(param.grad)
+        if kernels == "triton" and gradient.dtype == torch.float32:
+            accumulate_grad(gradient, param.grad, kernels)
+        else:
+            gradient.add_(param.grad)
         param.grad = None
 
     parameter.register_post_accumulate_grad_hook(add)

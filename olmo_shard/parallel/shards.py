@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from olmo_shard.kernels.backend import Backend
 from olmo_shard.parallel.connection import Connection
 
 
@@ -80,6 +81,8 @@ class ParallelModel(ABC):
     model: nn.Module
     slices: list[MainSlice]
     """In the order in which forward needs the weights."""
+    kernels: Backend = "reference"
+    """What computes routed experts and the optimizer's step."""
     connection: Connection | None = None
     """How MoE layers reach their experts."""
 

@@ -48,6 +48,7 @@ class StepMeter:
     def record(self, pending: PendingStep, state: TrainState) -> Record:
         """A step's record, from tensors that are ready and a state that counts it already."""
         output = pending.output
+        output.traffic.settle()
         tokens = int(output.tokens)
         now = time.perf_counter()
         seconds, self._last = now - self._last, now

@@ -10,14 +10,12 @@ from olmo_shard.config import Config
 from olmo_shard.data.loader import total_steps
 from olmo_shard.data.source import open_sources
 from olmo_shard.data.token_file import TokenFile
+from olmo_shard.dispatch.mailbox import MailboxLayout
 from olmo_shard.distributed.host_memory import available_memory, in_units
 from olmo_shard.errors import DataError, HeapError
-from olmo_shard.parallel.connection import (
-    check_memory,
-    check_rowwise_here,
-    mailbox_layout,
-    refusal,
-)
+from olmo_shard.kernels.backend import Backend, choose_backend
+from olmo_shard.parallel.connection import check_rowwise_here, mailbox_layout, refusal
+from olmo_shard.parallel.host_mailbox import check_memory
 from olmo_shard.train.checkpoint_folder import read_state
 from olmo_shard.train.run_folder import check_something_left, check_writable, choose_checkpoint
 
@@ -32,6 +30,7 @@ def preflight(config: Config, world_size: int) -> list[TokenFile]:
     :raises OlmoShardError: for the first part that is wrong.
     """
     config.check_world(world_size)
+    kernels_of(config)
     check_writable(config)
     named = config.data.named_sources() | config.data.named_validation()
     sources = open_sources(named, config.data, config.model.vocab_size)
@@ -65,24 +64,43 @@ def check_dispatch(config: Config, num_ranks: int) -> str:
         return parallel.dispatch if moe is not None else "none: no experts"
     if parallel.dispatch == "auto" and ranks == 1:
         return "local"
-    on_cuda = config.run.device == "cuda" or (
-        config.run.device == "auto" and torch.cuda.is_available()
-    )
     tokens = config.train.micro_batch_tokens
     layout = mailbox_layout(moe.num_experts, moe.top_k, config.model.d_model, parallel, tokens)
     try:
-        check_rowwise_here("cuda" if on_cuda else "cpu")
-        available = available_memory()
-        check_memory(layout, num_ranks, available)
+        return _rowwise_here(layout, num_ranks, device_type(config), kernels_of(config))
     except HeapError as error:
         if parallel.dispatch == "rowwise":
             raise refusal(error) from error
         return f"collective: rowwise cannot run here: {error}"
+
+
+def _rowwise_here(layout: MailboxLayout, num_ranks: int, device_type: str, kernels: Backend) -> str:
+    """:raises HeapError: where it cannot run."""
+    check_rowwise_here(device_type, kernels)
+    if device_type == "cuda":
+        return f"rowwise where the GPUs of a group reach each other: {layout.describe()}"
+    available = available_memory()
+    check_memory(layout, num_ranks, available)
     return (
         f"rowwise where all ranks of a group are on one host: {layout.describe()}, "
         f"{in_units(layout.arena_bytes * num_ranks)} for {num_ranks} rank(s); "
         f"{in_units(available)} available here"
     )
+
+
+def device_type(config: Config) -> str:
+    """Of the run on this machine."""
+    if config.run.device != "auto":
+        return config.run.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def kernels_of(config: Config) -> Backend:
+    """What ``parallel.kernels`` comes to on this machine.
+
+    :raises ConfigurationError: where it cannot run here.
+    """
+    return choose_backend(config.parallel.kernels, device_type(config))
 
 
 def scan(files: list[TokenFile], vocab_size: int) -> None:

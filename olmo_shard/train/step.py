@@ -184,7 +184,13 @@ class TrainStep:
         return self.optimizer.step(lr, extra, judge)
 
     def skip_cause(self, output: StepOutput) -> str:
-        """Why a step was skipped; collective. For a message, so it may wait."""
+        """Why a step was skipped; collective. For a message, so it may wait.
+
+        :raises LostPeerError: where a transport has waited for a peer in vain.
+        """
+        connection = self.optimizer.data_parallel.connection
+        if connection is not None:
+            connection.dispatcher.check()
         if math.isfinite(float(output.grad_norm)):
             return self._spike(output)
         return f"gradient norm {float(output.grad_norm)}; {self._non_finite_cause(output)}"

@@ -69,8 +69,7 @@ def layer(there: TokenDispatcher, x: Tensor, idx: Tensor, weights: Tensor, exper
     rows = there.finish(there.start(x, kept, weights))
     w_gate_up, w_down = experts
     layout = expert_layout(rows.local_expert_Rm, w_gate_up.shape[0])
-    weight_P = rows.weights_Rm.flatten()[layout.slot_P]
-    y_RD = grouped_mlp(rows.x_RD, weight_P, w_gate_up, w_down, layout)
+    y_RD = grouped_mlp(rows.x_RD, rows.weights_Rm, w_gate_up, w_down, layout)
     return there.combine(y_RD, rows.handle)
 
 

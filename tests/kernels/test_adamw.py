@@ -155,3 +155,11 @@ def test_it_compiles_ahead_of_time_with_wide_accesses_and_64_bit_offsets(arch, c
     offset_products = re.findall(r"arith\.muli .* : (\S+)", compiled.asm["ttir"])
     assert offset_products
     assert set(offset_products) == {"i64"}, "a row index times a width in 32 bits"
+
+
+def test_the_operator_keeps_torchs_contract():
+    tensors = random_tensors(5, torch.bfloat16)._replace(model=torch.zeros(5).bfloat16())
+    arguments = (*tensors, scalars(1.0), list(RATES), "reference")
+    torch.library.opcheck(torch.ops.olmo_shard.adamw, arguments)
+    arguments = (*tensors[:4], None, scalars(1.0), list(RATES), "reference")
+    torch.library.opcheck(torch.ops.olmo_shard.adamw, arguments)

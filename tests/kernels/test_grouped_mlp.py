@@ -1,26 +1,23 @@
-"""The expert layout and the grouped SwiGLU against per-pair loops in FP64. Runs in CI."""
+"""The grouped SwiGLU against per-pair loops in FP64, its custom operators, its kernels in Triton's
+interpreter, compiled ahead of time. Runs in CI.
+"""
+
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from olmo_shard.kernels.expert_layout import expert_layout
-from olmo_shard.kernels.grouped_mlp import grouped_mlp
-
-
-def test_layout_of_the_documented_example():
-    local_expert = torch.tensor([[1, 0], [1, -1], [0, -1]], dtype=torch.int32)
-    layout = expert_layout(local_expert, 2)
-    assert layout.slot_P.tolist() == [1, 4, 0, 2]
-    assert layout.row_P.tolist() == [0, 2, 0, 1]
-    assert layout.counts == [2, 2]
+from olmo_shard.kernels.expert_layout import ExpertLayout, expert_layout
+from olmo_shard.kernels.grouped_mlp import MainGrads, grouped_mlp
 
 
 def test_mlp_of_the_documented_example():
     layout = expert_layout(torch.tensor([[0]], dtype=torch.int32), 1)
     y = grouped_mlp(
         torch.tensor([[2.0]]),
-        torch.tensor([0.5]),
+        torch.tensor([[0.5]]),
         torch.tensor([[[1.0], [3.0]]]),
         torch.tensor([[[5.0]]]),
         layout,
@@ -28,7 +25,7 @@ def test_mlp_of_the_documented_example():
     assert y.item() == pytest.approx(26.42, abs=0.01)
 
 
-def routes(counts: list[int], rows: int, slots: int) -> torch.Tensor:
+def routes(counts: list[int], rows: int, slots: int) -> Tensor:
     """A [rows, slots] table in which expert i has counts[i] rows, no row twice the same expert."""
     table = torch.full((rows, slots), -1, dtype=torch.int32)
     used = torch.zeros(rows, dtype=torch.long)
@@ -40,58 +37,91 @@ def routes(counts: list[int], rows: int, slots: int) -> torch.Tensor:
     return table
 
 
+def operands(
+    counts: list[int], *, rows: int, width: int, hidden: int, slots: int
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], ExpertLayout, Tensor]:
+    """(x, weights, w_gate_up, w_down), the layout, and a gradient for the output."""
+    generator = torch.Generator().manual_seed(sum(counts))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    experts = len(counts)
+    layout = expert_layout(routes(counts, rows, slots), experts)
+    assert layout.offsets.diff().tolist() == counts
+    leaves = (
+        normal(rows, width),
+        torch.rand(rows, slots, generator=generator),
+        normal(experts, 2 * hidden, width) / width**0.5,
+        normal(experts, width, hidden) / hidden**0.5,
+    )
+    return leaves, layout, normal(rows, width)
+
+
+def loop_in_fp64(
+    leaves: tuple[Tensor, Tensor, Tensor, Tensor], layout: ExpertLayout, dy_RD: Tensor
+) -> list[Tensor]:
+    """The output, then the gradients of all leaves."""
+    x, weights, w_gate_up, w_down = (leaf.detach().double().requires_grad_() for leaf in leaves)
+    # Every leaf is used, with or without pairs.
+    y = sum(leaf.sum() * 0 for leaf in (weights, w_gate_up, w_down)) + x * 0
+    for expert, (start, end) in enumerate(pairwise(layout.offsets)):
+        for slot in layout.slot_P[start:end].tolist():
+            row = slot // weights.shape[1]
+            gate, up = (w_gate_up[expert] @ x[row]).chunk(2)
+            out = w_down[expert] @ (F.silu(gate) * up * weights.flatten()[slot])
+            y = y + F.one_hot(torch.tensor(row), len(x))[:, None] * out
+    gradients = torch.autograd.grad(
+        y,
+        (x, weights, w_gate_up, w_down),
+        dy_RD.double(),
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    return [y.detach(), *gradients]
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """Relative to the largest value; NaN is an error of infinity."""
+    found, expected = found.detach().double(), expected.detach().double()
+    difference = (found - expected).abs().nan_to_num(torch.inf)
+    return float(difference.max() / expected.abs().max().clamp(min=1e-9))
+
+
 # Hidden 36 and expert width 20 break every usual alignment; groups of 1, 7, 0 and 13 rows.
 @pytest.mark.parametrize("counts", [[1, 7, 0, 13], [0, 0, 0, 0], [13, 13, 13, 13]])
-def test_outputs_and_gradients_equal_a_loop_in_fp64(counts):
-    torch.manual_seed(0)
-    rows, width, hidden, slots = 13, 36, 20, 4
-    table = routes(counts, rows, slots)
-    x = torch.randn(rows, width, requires_grad=True)
-    weights = torch.rand(rows, slots, requires_grad=True)
-    w_gate_up = torch.randn(4, 2 * hidden, width, requires_grad=True)
-    w_down = torch.randn(4, width, hidden, requires_grad=True)
-    layout = expert_layout(table, 4)
-    assert layout.counts == counts
-    y = grouped_mlp(x, weights.flatten()[layout.slot_P], w_gate_up, w_down, layout)
-
-    leaves = (x, weights, w_gate_up, w_down)
-    x64, weights64, w_gate_up64, w_down64 = (t.detach().double().requires_grad_() for t in leaves)
-    y64 = torch.zeros(rows, width, dtype=torch.float64)
-    for row in range(rows):
-        for slot in range(slots):
-            expert = int(table[row, slot])
-            if expert >= 0:
-                gate, up = (w_gate_up64[expert] @ x64[row]).chunk(2)
-                hidden64 = F.silu(gate) * up * weights64[row, slot]
-                y64[row] = y64[row] + w_down64[expert] @ hidden64
-    out_gradient = torch.randn(rows, width)
-    torch.testing.assert_close(y.double(), y64, rtol=1e-5, atol=1e-4)
-    if sum(counts):
-        y64.backward(out_gradient.double())
-    y.backward(out_gradient)
-    for mine, reference in zip(leaves, (x64, weights64, w_gate_up64, w_down64), strict=True):
-        expected = torch.zeros_like(mine).double() if reference.grad is None else reference.grad
-        assert mine.grad is not None
-        peak = max(1e-9, expected.abs().max().item())
-        assert (mine.grad.double() - expected).abs().max().item() <= 2e-6 * peak
+@pytest.mark.parametrize("into", ["main gradients", "gradients"])
+def test_outputs_and_gradients_equal_a_loop_in_fp64(counts, into):
+    leaves, layout, dy_RD = operands(counts, rows=13, width=36, hidden=20, slots=4)
+    expected = loop_in_fp64(leaves, layout, dy_RD)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    mains = None
+    if into == "main gradients":
+        mains = MainGrads(*(torch.ones_like(leaf) for leaf in leaves[2:]))
+    y_RD = grouped_mlp(*leaves, layout, main_grads=mains)
+    y_RD.backward(dy_RD)
+    found = [y_RD, *(leaf.grad for leaf in leaves)]
+    if mains is not None:
+        assert found[3:] == [None, None], "added in place, so not returned"
+        found[3:] = [main - 1 for main in mains]
+    for mine, reference in zip(found, expected, strict=True):
+        assert mine is not None
+        assert error(mine, reference) <= 3e-6
 
 
 @pytest.mark.parametrize("how", ["stride-0", "transposed", "sliced"])
 def test_gradients_that_are_not_contiguous(how):
-    torch.manual_seed(1)
-    table = routes([3, 4], 5, 2)
-    layout = expert_layout(table, 2)
-    w_gate_up, w_down = torch.randn(2, 8, 6), torch.randn(2, 6, 4)
-    weight_P = torch.rand(7)
+    leaves, layout, _ = operands([3, 4], rows=5, width=6, hidden=4, slots=2)
     incoming = {
         "stride-0": torch.ones(1, 1).expand(5, 6),
         "transposed": torch.randn(6, 5).T,
         "sliced": torch.randn(5, 12)[:, ::2],
     }[how]
 
-    def gradient(dy: torch.Tensor) -> torch.Tensor:
-        x = torch.arange(30.0).view(5, 6).div(30).requires_grad_()
-        grouped_mlp(x, weight_P, w_gate_up, w_down, layout).backward(dy)
+    def gradient(dy: Tensor) -> Tensor:
+        x = leaves[0].clone().requires_grad_()
+        grouped_mlp(x, *leaves[1:], layout).backward(dy)
         assert x.grad is not None
         return x.grad
 
@@ -99,24 +129,59 @@ def test_gradients_that_are_not_contiguous(how):
 
 
 def test_twenty_runs_are_bitwise_equal():
-    torch.manual_seed(2)
-    layout = expert_layout(routes([9, 9, 9], 9, 3), 3)
-    arguments = torch.randn(9, 16), torch.rand(27), torch.randn(3, 24, 16), torch.randn(3, 16, 12)
-    first = grouped_mlp(*arguments, layout)
-    assert all(torch.equal(first, grouped_mlp(*arguments, layout)) for _ in range(20))
+    leaves, layout, _ = operands([9, 9, 9], rows=9, width=16, hidden=12, slots=3)
+    first = grouped_mlp(*leaves, layout)
+    assert all(torch.equal(first, grouped_mlp(*leaves, layout)) for _ in range(20))
 
 
 def test_bf16_accumulates_in_fp32():
     """63 small pairs on a large one: a bf16 sum would lose each of them."""
     slots = 64
-    table = torch.arange(slots, dtype=torch.int32)[None]
-    layout = expert_layout(table, slots)
+    layout = expert_layout(torch.arange(slots, dtype=torch.int32)[None], slots)
     x = torch.ones(1, 8, dtype=torch.bfloat16)
     w_gate_up = torch.full((slots, 2, 8), 0.25, dtype=torch.bfloat16)
     w_down = torch.full((slots, 8, 1), 1.0, dtype=torch.bfloat16)
-    weights = torch.full((slots,), 0.1)
-    weights[0] = 100.0
+    weights = torch.full((1, slots), 0.1)
+    weights[0, 0] = 100.0
     y = grouped_mlp(x, weights, w_gate_up, w_down, layout)[0, 0].item()
-    one = (F.silu(torch.tensor(2.0)) * 2).bfloat16()
-    pair = (one * torch.tensor(0.1).bfloat16()).item()
+    one = F.silu(torch.tensor(2.0)) * 2
+    pair = (one * 0.1).bfloat16().item()
     assert y == pytest.approx((one * 100).item() + 63 * pair, rel=2**-8)
+
+
+@pytest.mark.parametrize("into", ["main gradients", "gradients"])
+def test_the_operators_keep_torchs_contract(into):
+    """Schemas, fakes, autograd registration, and what a compiler traces; no mutation but of main
+    gradients.
+    """
+    leaves, layout, dy_RD = operands([2, 3], rows=4, width=8, hidden=4, slots=2)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    mains = [torch.zeros_like(leaf) for leaf in leaves[2:]]
+    ops = torch.ops.olmo_shard
+    if into == "gradients":
+        # Main gradients are added to in backward, which gradcheck-like tests would see as a change.
+        torch.library.opcheck(ops.grouped_mlp, (*leaves, *layout, None, None, "reference"))
+        h_P2F = torch.randn(5, 8)
+        arguments = (dy_RD, leaves[0], leaves[1], h_P2F, *leaves[2:], *layout)
+        detached = [argument.detach() for argument in arguments]
+        torch.library.opcheck(ops.grouped_mlp_bwd, (*detached, "reference"))
+    else:
+        h_P2F = torch.randn(5, 8)
+        arguments = (dy_RD, leaves[0], leaves[1], h_P2F, *leaves[2:], *layout, *mains)
+        detached = [argument.detach() for argument in arguments]
+        torch.library.opcheck(ops.grouped_mlp_bwd_into, (*detached, "reference"))
+
+
+def test_it_compiles_as_one_graph():
+    leaves, layout, dy_RD = operands([2, 3], rows=4, width=8, hidden=4, slots=2)
+    for leaf in leaves:
+        leaf.requires_grad_()
+
+    def run(compiled: bool) -> list[Tensor]:
+        function = torch.compile(grouped_mlp, fullgraph=True, backend="aot_eager")
+        y_RD = (function if compiled else grouped_mlp)(*leaves, layout)
+        return [y_RD, *torch.autograd.grad(y_RD, leaves, dy_RD)]
+
+    for compiled, eager in zip(run(True), run(False), strict=True):
+        assert torch.equal(compiled, eager)

@@ -11,7 +11,7 @@ from olmo_shard.config import ParallelConfig
 from olmo_shard.dispatch.heap import shared_memory
 from olmo_shard.distributed.runtime import Runtime
 from olmo_shard.errors import ConfigurationError
-from olmo_shard.parallel import connection
+from olmo_shard.parallel import host_mailbox
 from olmo_shard.parallel.apply import parallelize
 from tests.support.ranks import mesh_of
 from tests.support.tiny import meta_model, model_config
@@ -35,9 +35,9 @@ def connect_case(
         if "machine" in said:
             patch.setattr(platform, "machine", lambda: said["machine"])
         if "host" in said:
-            patch.setattr(connection, "host_identity", lambda: (said["host"], 1))
+            patch.setattr(host_mailbox, "host_identity", lambda: (said["host"], 1))
         if "available" in said:
-            patch.setattr(connection, "available_memory", lambda: said["available"])
+            patch.setattr(host_mailbox, "available_memory", lambda: said["available"])
         if "allocate" in said:
             patch.setattr(shared_memory, "_allocate", refuse)
         try:

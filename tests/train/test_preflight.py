@@ -25,8 +25,13 @@ from tests.support.configs import write_config
         ),
         (
             ["parallel.expert_parallel=2", "run.device=cuda"],
-            "# dispatch collective: rowwise cannot run here: its shared memory is for CPUs, this "
-            "is a run on cuda\n",
+            "# dispatch rowwise where the GPUs of a group reach each other: mailboxes of 2 slots x "
+            "1 peer(s) x 32 rows x 144 B = 9,344 bytes (9.1 KiB) a rank\n",
+        ),
+        (
+            ["parallel.expert_parallel=2", "run.device=cuda", "parallel.kernels=reference"],
+            "# dispatch collective: rowwise cannot run here: rows on GPUs are moved by Triton "
+            "kernels, and parallel.kernels = reference\n",
         ),
     ],
 )
@@ -49,4 +54,12 @@ def test_mailboxes_that_do_not_fit_are_refused_before_any_rank_starts(
         "parallel.dispatch = rowwise cannot run here: the mailboxes of 2 rank(s) need 18,688 bytes "
         "(18.2 KiB) of shared memory, 10,000 bytes (9.8 KiB) are available; "
     ) in printed
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_triton_on_a_cpu_is_refused(tmp_path, main, command):
+    code, printed = main(command, write_config(tmp_path), "parallel.kernels=triton")
+    assert code == 2
+    assert "parallel.kernels = triton needs a GPU, this is a run on cpu" in printed
     assert not (tmp_path / "run").exists()

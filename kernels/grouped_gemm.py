@@ -1,0 +1,121 @@
+"""Matrix product of each expert's rows with the expert's own matrix: c[p] = a[p] @ b[expert of p].
+
+Shape letters: P pairs ordered by expert, e experts, K inner width, N output width.
+
+Example, P = 3, e = 2, offsets [0, 1, 3], K = N = 1: a = [[1], [2], [3]] and b = [[[10]], [[20]]]
+give c = [[10], [40], [60]].
+
+Products and sums are FP32, rounded once. Bytes moved: (P K + P N + e K N) x itemsize. FLOPs:
+2 P K N.
+"""
+
+import torch
+from torch import Tensor
+
+from olmo_shard.kernels.grouped_tiles import (
+    GROUP_M,
+    check_operands,
+    find_tile,
+    groups,
+    max_tiles,
+    tile_of_program,
+    tiles_of,
+)
+from olmo_shard.kernels.language import tl, triton
+
+
+@triton.jit
+def _grouped_gemm_kernel(
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    offsets_ptr,
+    num_experts,
+    tiles_m,
+    N,
+    K,
+    stride_bk,
+    stride_bn,
+    EXPERTS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    tile_m, tile_n = tile_of_program(tl.program_id(0), tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M)
+    expert, start, end = find_tile(offsets_ptr, tile_m, num_experts, EXPERTS, BLOCK_M)
+    if expert == num_experts:
+        return
+    first = start.to(tl.int64)
+    row_M = tl.arange(0, BLOCK_M)
+    col_N = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    inner_K = tl.arange(0, BLOCK_K)
+    there_M = row_M < end - start
+    there_N = col_N < N
+    a_ptrs = a_ptr + first * K + row_M[:, None] * K + inner_K[None, :]
+    b_ptrs = b_ptr + expert.to(tl.int64) * K * N
+    b_ptrs += inner_K[:, None] * stride_bk + col_N[None, :] * stride_bn
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        mask_a = there_M[:, None]
+        if not EVEN_K:
+            mask_a = mask_a & (inner_K < K - k)[None, :]
+        a = tl.load(a_ptrs, mask=mask_a, other=0.0)
+        if EVEN_K and EVEN_N:
+            b = tl.load(b_ptrs)
+        else:
+            b = tl.load(b_ptrs, mask=(inner_K < K - k)[:, None] & there_N[None, :], other=0.0)
+        if UPCAST:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+        a_ptrs += BLOCK_K
+        b_ptrs += BLOCK_K * stride_bk
+    c_ptrs = c_ptr + first * N + row_M[:, None] * N + col_N[None, :]
+    tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=there_M[:, None] & there_N[None, :])
+
+
+def grouped_gemm(a_PK: Tensor, b: Tensor, offsets: Tensor, *, transposed: bool) -> Tensor:
+    """[P, N] in the type of ``a``; rows behind the last group are not written.
+
+    :param a_PK: [P, K], contiguous.
+    :param b: [e, N, K] if ``transposed``, else [e, K, N], contiguous.
+    :param offsets: int32 [e + 1].
+    """
+    num_experts, K = b.shape[0], a_PK.shape[1]
+    N = b.shape[1 if transposed else 2]
+    assert b.shape[2 if transposed else 1] == K
+    check_operands(a_PK, b)
+    c_PN = a_PK.new_empty(a_PK.shape[0], N)
+    tiles = tiles_of(a_PK)
+    tiles_m = max_tiles(a_PK.shape[0], num_experts, tiles.m)
+    if tiles_m == 0:
+        return c_PN
+    _grouped_gemm_kernel[(tiles_m * triton.cdiv(N, tiles.n),)](
+        a_PK,
+        b,
+        c_PN,
+        offsets,
+        num_experts,
+        tiles_m,
+        N,
+        K,
+        *((1, K) if transposed else (N, 1)),
+        EXPERTS=triton.next_power_of_2(num_experts),
+        EVEN_K=K % tiles.k == 0,
+        EVEN_N=N % tiles.n == 0,
+        GROUP_M=GROUP_M,
+        **tiles.launch(),
+    )
+    return c_PN
+
+
+def grouped_gemm_ref(a_PK: Tensor, b: Tensor, offsets: Tensor, *, transposed: bool) -> Tensor:
+    """The same in plain torch."""
+    c_PN = a_PK.new_empty(a_PK.shape[0], b.shape[1 if transposed else 2])
+    for expert, pairs in groups(offsets):
+        matrix = b[expert].T if transposed else b[expert]
+        torch.mm(a_PK[pairs], matrix, out=c_PN[pairs])
+    return c_PN

@@ -1,0 +1,149 @@
+"""Weight gradients of all experts: dw[i] (+)= the sum of left[p] right[p]^T over i's pairs p.
+
+Shape letters: P pairs ordered by expert, e experts, M and N the widths of the two sides. Either
+side may be read by index: then pair p is row ``index_P[p]`` of it.
+
+Example, P = 3, e = 2, offsets [0, 2, 3], M = N = 1: left = [[1], [2], [3]] and right = [[10], [20],
+[30]] give dw = [[[50]], [[90]]].
+
+[Note: main gradients] With ``add`` the sums are added to what ``dw`` holds, in FP32: given the main
+gradients of a window, they accumulate there without a rounding and without another pass over
+memory.
+
+Sums are FP32, over an expert's pairs in order. Bytes moved: (P M + P N) x itemsize + 4 e M N, or
+8 e M N with ``add``. FLOPs: 2 P M N.
+"""
+
+import torch
+from torch import Tensor
+
+from olmo_shard.kernels.grouped_tiles import GROUP_M, groups, tile_of_program, tiles_of
+from olmo_shard.kernels.language import tl, triton
+
+
+@triton.jit
+def _wgrad_kernel(
+    left_ptr,
+    left_index_ptr,
+    right_ptr,
+    right_index_ptr,
+    dw_ptr,
+    offsets_ptr,
+    M,
+    N,
+    INDEX_LEFT: tl.constexpr,
+    INDEX_RIGHT: tl.constexpr,
+    ADD: tl.constexpr,
+    EVEN: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    expert = tl.program_id(1)
+    tile_m, tile_n = tile_of_program(
+        tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M
+    )
+    start = tl.load(offsets_ptr + expert)
+    end = tl.load(offsets_ptr + expert + 1)
+    if ADD and start == end:
+        return
+    row_M = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    col_N = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    there_M = row_M < M
+    there_N = col_N < N
+    inner_K = tl.arange(0, BLOCK_K).to(tl.int64)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for first in range(start, end, BLOCK_K):
+        pair_K = first + inner_K
+        there_K = pair_K < end
+        left_K = pair_K
+        right_K = pair_K
+        if INDEX_LEFT:
+            left_K = tl.load(left_index_ptr + pair_K, mask=there_K, other=0).to(tl.int64)
+        if INDEX_RIGHT:
+            right_K = tl.load(right_index_ptr + pair_K, mask=there_K, other=0).to(tl.int64)
+        mask_left = there_K[None, :]
+        mask_right = there_K[:, None]
+        if not EVEN:
+            mask_left = mask_left & there_M[:, None]
+            mask_right = mask_right & there_N[None, :]
+        left = tl.load(left_ptr + left_K[None, :] * M + row_M[:, None], mask=mask_left, other=0.0)
+        right = tl.load(
+            right_ptr + right_K[:, None] * N + col_N[None, :], mask=mask_right, other=0.0
+        )
+        if UPCAST:
+            left, right = left.to(tl.float32), right.to(tl.float32)
+        acc = tl.dot(left, right, acc, input_precision="ieee")
+    dw_ptrs = dw_ptr + expert.to(tl.int64) * M * N + row_M[:, None] * N + col_N[None, :]
+    mask = there_M[:, None] & there_N[None, :]
+    if ADD:
+        acc += tl.load(dw_ptrs, mask=mask, other=0.0)
+    tl.store(dw_ptrs, acc.to(dw_ptr.dtype.element_ty), mask=mask)
+
+
+def grouped_wgrad(
+    left: Tensor,
+    right: Tensor,
+    offsets: Tensor,
+    dw: Tensor,
+    *,
+    left_index_P: Tensor | None = None,
+    right_index_P: Tensor | None = None,
+    add: bool,
+) -> None:
+    """Write ``dw``, or add to it.
+
+    :param left: [P, M], or [R, M] with an index; contiguous.
+    :param right: [P, N], or [R, N] with an index; contiguous.
+    :param offsets: int32 [e + 1].
+    :param dw: [e, M, N], contiguous; FP32 with ``add``.
+    """
+    num_experts, M, N = dw.shape
+    assert left.is_contiguous()
+    assert right.is_contiguous()
+    assert dw.is_contiguous()
+    assert not add or dw.dtype == torch.float32
+    assert M * N < 2**31, "an expert's matrix has more elements than 32 bits count"
+    tiles = tiles_of(left)
+    _wgrad_kernel[(triton.cdiv(M, tiles.m) * triton.cdiv(N, tiles.n), num_experts)](
+        left,
+        left_index_P,
+        right,
+        right_index_P,
+        dw,
+        offsets,
+        M,
+        N,
+        INDEX_LEFT=left_index_P is not None,
+        INDEX_RIGHT=right_index_P is not None,
+        ADD=add,
+        EVEN=M % tiles.m == 0 and N % tiles.n == 0,
+        GROUP_M=GROUP_M,
+        **tiles.launch(),
+    )
+
+
+def grouped_wgrad_ref(
+    left: Tensor,
+    right: Tensor,
+    offsets: Tensor,
+    dw: Tensor,
+    *,
+    left_index_P: Tensor | None = None,
+    right_index_P: Tensor | None = None,
+    add: bool,
+) -> None:
+    """The same in plain torch."""
+    if not add:
+        dw.zero_()
+    for expert, pairs in groups(offsets):
+        lefts = left[pairs] if left_index_P is None else left[left_index_P[pairs]]
+        rights = right[pairs] if right_index_P is None else right[right_index_P[pairs]]
+        if not add:
+            torch.mm(lefts.T, rights, out=dw[expert])
+        elif lefts.dtype == dw.dtype:
+            dw[expert].addmm_(lefts.T, rights)
+        else:
+            dw[expert].add_(lefts.T @ rights)

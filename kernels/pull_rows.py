@@ -1,0 +1,211 @@
+"""Copy what has arrived out of the own mailbox, the rows of all ranks in rank order.
+
+Shape letters: N rows of the tokens, D width, S rows sent, R rows received, W ranks, m slots of a
+row.
+
+Example: W = 3, this is rank 1, which keeps one row for itself; room for 5 rows::
+
+    counts_W = [2, 1, 1]         rows_RD = [a0, a1,  x[row_S[own]],  c0,  0]
+                                            rank 0   own tokens    rank 2  past R
+
+    local_expert_Rm is -1 and weights_Rm is 0 past R = 4.
+
+Own rows come straight from the tokens, where the list S says. The mailbox is read by plain loads,
+behind ``wait_signals`` on the same stream. Outputs are fully written.
+
+Bytes moved per row: D x itemsize read and written, and 8 m of metadata, also read and written.
+FLOPs: none.
+"""
+
+import torch
+from torch import Tensor
+
+from olmo_shard.kernels.language import tl, triton
+from olmo_shard.kernels.regions import Regions
+from olmo_shard.kernels.row_moves import (
+    RowList,
+    copy_rows,
+    copy_values,
+    fill_rows,
+    fill_values,
+    pointer_at,
+    rank_block,
+    region_to_read,
+    row_block,
+    rows_before,
+)
+
+PROGRAMS = 2048
+"""About sixteen for each multiprocessor of an H100: both sides are in its own memory."""
+
+
+@triton.jit
+def _pull_kernel(
+    x_ptr,
+    row_ptr,
+    own_weights_ptr,
+    own_experts_ptr,
+    own_counts_ptr,
+    counts_ptr,
+    arena_ptr,
+    epoch_ptr,
+    rows_ptr,
+    weights_ptr,
+    experts_ptr,
+    num_rows_out,
+    rank,
+    num_ranks,
+    region_bytes,
+    experts_at,
+    rows_at,
+    NUM_SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    # One source for each program; the last ones, source W, fill what lies past R.
+    source = tl.program_id(0)
+    worker = tl.program_id(1).to(tl.int64)
+    workers = tl.num_programs(1)
+    first = rows_before(counts_ptr, source, BLOCK_W)
+    room = tl.maximum(num_rows_out - first, 0)
+    if source == num_ranks:
+        if rows_ptr is not None:
+            fill_rows(rows_ptr + first * WIDTH, room, worker, workers, 0.0, WIDTH, BLOCK)
+        if weights_ptr is not None:
+            weights_out = weights_ptr + first * NUM_SLOTS
+            fill_values(weights_out, room * NUM_SLOTS, worker, workers, 0.0)
+        if experts_ptr is not None:
+            experts_out = experts_ptr + first * NUM_SLOTS
+            fill_values(experts_out, room * NUM_SLOTS, worker, workers, -1)
+    else:
+        count = tl.minimum(tl.load(counts_ptr + source), room)
+        own_first = rows_before(own_counts_ptr, rank, BLOCK_W)
+        region = region_to_read(arena_ptr, epoch_ptr, source, rank, num_ranks, region_bytes)
+        if rows_ptr is not None:
+            rows_out = rows_ptr + first * WIDTH
+            if source == rank:
+                if row_ptr is not None:
+                    index_ptr = row_ptr + own_first
+                    copy_rows(x_ptr, index_ptr, rows_out, count, worker, workers, WIDTH, BLOCK)
+                else:
+                    own_ptr = x_ptr + own_first * WIDTH
+                    copy_rows(own_ptr, None, rows_out, count, worker, workers, WIDTH, BLOCK)
+            else:
+                rows_in = pointer_at(region + rows_at, rows_ptr.dtype.element_ty)
+                copy_rows(rows_in, None, rows_out, count, worker, workers, WIDTH, BLOCK)
+        num_values = count * NUM_SLOTS
+        if weights_ptr is not None:
+            weights_in = pointer_at(region, tl.float32)
+            if source == rank:
+                weights_in = own_weights_ptr + own_first * NUM_SLOTS
+            weights_out = weights_ptr + first * NUM_SLOTS
+            copy_values(weights_in, weights_out, num_values, worker, workers)
+        if experts_ptr is not None:
+            experts_in = pointer_at(region + experts_at, tl.int32)
+            if source == rank:
+                experts_in = own_experts_ptr + own_first * NUM_SLOTS
+            experts_out = experts_ptr + first * NUM_SLOTS
+            copy_values(experts_in, experts_out, num_values, worker, workers)
+
+
+def _pull(
+    x_ND: Tensor | None,
+    own: RowList,
+    counts_W: Tensor,
+    arena: Tensor,
+    epoch: Tensor,
+    regions: Regions,
+    num_rows_out: int,
+    num_programs: int,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Rows, weights and experts; null where there are none to pull."""
+    shape, device = (num_rows_out, regions.num_slots), counts_W.device
+    rows = None if x_ND is None else x_ND.new_empty(num_rows_out, regions.width)
+    weights = experts = None
+    if own.weights_Sm is not None:
+        weights = torch.empty(shape, dtype=torch.float32, device=device)
+    if own.local_expert_Sm is not None:
+        experts = torch.empty(shape, dtype=torch.int32, device=device)
+    if num_rows_out:
+        sources = regions.num_ranks + 1
+        _pull_kernel[(sources, max(1, min(num_rows_out, num_programs // sources)))](
+            x_ND,
+            own.row_S,
+            own.weights_Sm,
+            own.local_expert_Sm,
+            own.counts_W,
+            counts_W,
+            arena,
+            epoch,
+            rows,
+            weights,
+            experts,
+            num_rows_out,
+            regions.rank,
+            regions.num_ranks,
+            regions.region_bytes,
+            regions.experts_at,
+            regions.rows_at,
+            NUM_SLOTS=regions.num_slots,
+            WIDTH=regions.width,
+            BLOCK=row_block(regions.width, 4 if x_ND is None else x_ND.itemsize),
+            BLOCK_W=rank_block(regions),
+        )
+    return rows, weights, experts
+
+
+def pull_rows(
+    x_ND: Tensor,
+    sent: RowList,
+    counts_W: Tensor,
+    arena: Tensor,
+    epoch: Tensor,
+    regions: Regions,
+    num_rows_out: int,
+    num_programs: int = PROGRAMS,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The rows of all ranks, and their metadata where ``sent`` has some.
+
+    :param x_ND: [N, D], contiguous: this rank's tokens, as ``push_rows`` got them.
+    :param sent: what this rank sent; its own rows are among them.
+    :param counts_W: int64 [W]: rows from each rank, as ``wait_signals`` returned them.
+    :param num_rows_out: R, or more where only a bound of it is known on the host.
+    :returns: rows [num_rows_out, D]; FP32 and int32 [num_rows_out, m], or null.
+    """
+    assert x_ND.is_contiguous()
+    assert x_ND.shape[1] == regions.width, "not the mailbox's rows"
+    rows, weights, experts = _pull(
+        x_ND, sent, counts_W, arena, epoch, regions, num_rows_out, num_programs
+    )
+    assert rows is not None
+    return rows, weights, experts
+
+
+def pull_weights(
+    own_weights_Rm: Tensor,
+    received_W: Tensor,
+    counts_W: Tensor,
+    arena: Tensor,
+    epoch: Tensor,
+    regions: Regions,
+    num_rows_out: int,
+    num_programs: int = PROGRAMS,
+) -> Tensor:
+    """On the way back: FP32 [num_rows_out, m], weights of the list S; 0 past S.
+
+    :param own_weights_Rm: FP32 [R, m]: of the rows that this rank received, its own among them.
+    :param received_W: int64 [W]: rows that were received from each rank.
+    :param counts_W: int64 [W]: rows that come back from each rank.
+    """
+    own = RowList(counts_W=received_W, weights_Sm=own_weights_Rm)
+    _, weights, _ = _pull(None, own, counts_W, arena, epoch, regions, num_rows_out, num_programs)
+    assert weights is not None
+    return weights
+
+
+def pull_ref(blocks: list[Tensor], num_rows_out: int, fill: float) -> Tensor:
+    """What came from each rank, one after the other, in plain torch."""
+    together = torch.cat(blocks)
+    rest = together.new_full((num_rows_out - len(together), together.shape[1]), fill)
+    return torch.cat([together, rest])

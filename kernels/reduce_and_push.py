@@ -1,0 +1,133 @@
+"""Add the pairs of each received row, and store the sum in the mailbox of the rank it came from.
+
+Shape letters: R rows received, D width, P pairs (row, local expert), m slots of a row, W ranks.
+
+Example: W = 3, this is rank 1, rows of one element::
+
+    counts_W  = [1, 1, 2]                        y_PD = [1, 2, 4, 8]
+    pair_Rm   = [[0, 3], [2, -1], [-1, -1], [1, -1]]
+    sums      = [9, 4, 0, 2]
+                 |  |  +--+-- rank 2's region for rank 1
+                 |  own_out[0]
+                 rank 0's region for rank 1
+
+Sums are those of ``sum_pairs``, to the last bit. Weights (the router weights' gradients) go to the
+same places; the own ones stay where they are. Every peer gets a header, with or without rows.
+
+Bytes moved per pair: D x itemsize read; per row: D x itemsize written, 4 m of indices read, and 4 m
+of weights, if any, read and written. FLOPs per pair: D.
+"""
+
+from torch import Tensor
+
+from olmo_shard.kernels.language import tl, triton
+from olmo_shard.kernels.push_rows import PROGRAMS
+from olmo_shard.kernels.regions import Regions
+from olmo_shard.kernels.row_moves import (
+    copy_values,
+    pointer_at,
+    rank_block,
+    region_to_fill,
+    row_block,
+    rows_before,
+    store_header,
+)
+from olmo_shard.kernels.sum_pairs import sum_pairs_of_rows
+
+
+@triton.jit
+def _reduce_and_push_kernel(
+    y_ptr,
+    pair_ptr,
+    counts_ptr,
+    weights_ptr,
+    own_ptr,
+    targets_ptr,
+    epoch_ptr,
+    max_own,
+    rank,
+    num_ranks,
+    max_rows,
+    region_bytes,
+    header_at,
+    rows_at,
+    NUM_SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    # Staggered; the own rows come last.
+    source = (rank + 1 + tl.program_id(0)) % num_ranks
+    worker = tl.program_id(1).to(tl.int64)
+    workers = tl.num_programs(1)
+    first = rows_before(counts_ptr, source, BLOCK_W)
+    count = tl.load(counts_ptr + source)
+    pair_ptr += first * NUM_SLOTS
+    if source == rank:
+        count = tl.minimum(count, max_own)
+        sum_pairs_of_rows(y_ptr, pair_ptr, own_ptr, count, worker, workers, NUM_SLOTS, WIDTH, BLOCK)
+    else:
+        count = tl.minimum(count, max_rows)
+        region = region_to_fill(targets_ptr, epoch_ptr, source, rank, num_ranks, region_bytes)
+        if worker == 0:
+            store_header(region, header_at, count, count * 0)
+        if weights_ptr is not None:
+            weights_at = pointer_at(region, tl.float32)
+            copy_values(
+                weights_ptr + first * NUM_SLOTS, weights_at, count * NUM_SLOTS, worker, workers
+            )
+        target_ptr = pointer_at(region + rows_at, y_ptr.dtype.element_ty)
+        sum_pairs_of_rows(
+            y_ptr, pair_ptr, target_ptr, count, worker, workers, NUM_SLOTS, WIDTH, BLOCK
+        )
+
+
+def reduce_and_push(
+    y_PD: Tensor,
+    pair_Rm: Tensor,
+    counts_W: Tensor,
+    weights_Rm: Tensor | None,
+    targets_W: Tensor,
+    epoch: Tensor,
+    regions: Regions,
+    own_out: Tensor,
+    num_programs: int = PROGRAMS,
+) -> None:
+    """Fill this rank's region at every peer, in the epoch after ``epoch``, and ``own_out``.
+
+    :param y_PD: [P, D], contiguous, in the mailbox's type.
+    :param pair_Rm: int32 [>= R, m]: the pairs of each row, rows ordered by source; -1 for none.
+    :param counts_W: int64 [W]: rows received from each rank.
+    :param weights_Rm: FP32 [>= R, m], or null.
+    :param targets_W: int64 [W]: addresses of arenas, or of staging memory.
+    :param epoch: int64 [1]: puts that were finished.
+    :param own_out: [max_own, D]: where the rows that came from this rank itself go; those past
+        their number are not written.
+    """
+    assert y_PD.is_contiguous()
+    assert pair_Rm.is_contiguous()
+    assert y_PD.shape[1] == own_out.shape[1] == regions.width, "not the mailbox's rows"
+    assert y_PD.dtype == own_out.dtype
+    most_rows = max(regions.max_rows, len(own_out))
+    _reduce_and_push_kernel[
+        (regions.num_ranks, max(1, min(most_rows, num_programs // regions.num_ranks)))
+    ](
+        y_PD,
+        pair_Rm,
+        counts_W,
+        weights_Rm,
+        own_out,
+        targets_W,
+        epoch,
+        len(own_out),
+        regions.rank,
+        regions.num_ranks,
+        regions.max_rows,
+        regions.region_bytes,
+        regions.header_at,
+        regions.rows_at,
+        NUM_SLOTS=regions.num_slots,
+        WIDTH=regions.width,
+        BLOCK=row_block(regions.width, y_PD.itemsize),
+        BLOCK_W=rank_block(regions),
+    )

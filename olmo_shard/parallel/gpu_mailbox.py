@@ -1,0 +1,68 @@
+"""The mailboxes of ``rowwise`` on GPUs: in symmetric memory, which kernels store into."""
+
+import torch
+
+from olmo_shard.config import ParallelConfig
+from olmo_shard.dispatch.device_mailbox import DeviceMailbox
+from olmo_shard.dispatch.heap import nvshmem
+from olmo_shard.dispatch.heap.device import DeviceHeap
+from olmo_shard.dispatch.heap.nvshmem import NvshmemHeap
+from olmo_shard.dispatch.heap.torch_symmetric import TorchSymmetricHeap
+from olmo_shard.dispatch.mailbox import MailboxLayout
+from olmo_shard.distributed.collectives import gather_objects
+from olmo_shard.distributed.mesh import Mesh
+from olmo_shard.errors import HeapError
+from olmo_shard.kernels.backend import Backend
+from olmo_shard.parallel.made_on_all import made_on_all
+
+
+def check_gpu(kernels: Backend) -> None:
+    """:raises HeapError: where a run on GPUs cannot have such mailboxes, whatever the model."""
+    if kernels != "triton":
+        raise HeapError(
+            "rows on GPUs are moved by Triton kernels, and parallel.kernels = reference"
+        )
+
+
+def gpu_mailbox(
+    mesh: Mesh, layout: MailboxLayout, config: ParallelConfig
+) -> tuple[DeviceMailbox, str]:
+    """This rank's, and what to say of it; collective.
+
+    :raises HeapError: on all ranks, where one of them cannot have it.
+    """
+    heap, said = _heap(mesh, layout, config)
+    mailbox = DeviceMailbox(heap, layout, mesh.timeout)
+    # Nobody puts before its peers have read where everything is.
+    gather_objects(None, mesh.control)
+    return mailbox, said
+
+
+def _heap(mesh: Mesh, layout: MailboxLayout, config: ParallelConfig) -> tuple[DeviceHeap, str]:
+    """NVSHMEM where it is installed everywhere, since it reaches other nodes, else PyTorch's."""
+    said = "over NVSHMEM"
+    if config.symmetric_heap == "auto":
+        problem = _first_problem(mesh)
+        if problem is None:
+            return _make(NvshmemHeap, mesh, layout), said
+        said = f"over PyTorch's symmetric memory (not NVSHMEM: {problem})"
+        return _make(TorchSymmetricHeap, mesh, layout), said
+    if config.symmetric_heap == "nvshmem":
+        return _make(NvshmemHeap, mesh, layout), said
+    return _make(TorchSymmetricHeap, mesh, layout), "over PyTorch's symmetric memory"
+
+
+def _first_problem(mesh: Mesh) -> str | None:
+    """Why a rank cannot use NVSHMEM; null if all can."""
+    problems = gather_objects(nvshmem.unsupported(mesh.device), mesh.control)
+    named = (f"rank {rank}: {each}" for rank, each in enumerate(problems) if each is not None)
+    return next(named, None)
+
+
+def _make(
+    heap: type[NvshmemHeap] | type[TorchSymmetricHeap], mesh: Mesh, layout: MailboxLayout
+) -> DeviceHeap:
+    torch.cuda.set_device(mesh.device)
+    return made_on_all(
+        mesh, lambda: heap(mesh.ep, mesh.device, layout.arena_bytes, layout.num_flags)
+    )

@@ -1,0 +1,58 @@
+"""accumulate_grad: the docstring's example, interpreter, operators, PTX. Runs in CI."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from olmo_shard.kernels.accumulate_grad import (
+    BLOCK,
+    _accumulate_grad_kernel,
+    accumulate_grad,
+    accumulate_grad_norm,
+)
+from tests.support.aot import ARCHS, compile_ahead
+
+
+def test_the_docstrings_example():
+    main = torch.tensor([1.0, 2.0])
+    assert accumulate_grad_norm(main, torch.tensor([2.0, -2.0])) == 9
+    assert main.tolist() == [3, 0]
+
+
+def by_triton(_: Any, numel: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(numel)
+    main, grad = torch.randn(numel), torch.randn(numel, 2)[:, 0].to(dtype)
+    expected = main + grad.float()
+    plain, with_norm = main.clone(), main.clone()
+    accumulate_grad(plain, grad, "triton")
+    squares = accumulate_grad_norm(with_norm, grad, "triton")
+    assert torch.equal(plain, expected)
+    assert torch.equal(with_norm, expected)
+    assert squares.dtype == torch.float64
+    assert float(squares) == pytest.approx(float(expected.double().square().sum()), rel=1e-6)
+
+
+@pytest.mark.parametrize("numel", [0, 1, BLOCK, 2 * BLOCK + 17])
+def test_the_kernel_equals_an_addition(interpreted, numel):
+    """To the bit, from a gradient that is not contiguous, in two types."""
+    for dtype in (torch.float32, torch.bfloat16):
+        interpreted(1).run(by_triton, numel, dtype)
+
+
+def test_the_operators_keep_torchs_contract():
+    arguments = torch.randn(5), torch.randn(5).bfloat16(), "reference"
+    torch.library.opcheck(torch.ops.olmo_shard.accumulate_grad, arguments)
+    torch.library.opcheck(torch.ops.olmo_shard.accumulate_grad_norm, arguments)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_it_compiles_ahead_of_time_with_wide_accesses_and_64_bit_offsets(arch):
+    types = {"main_ptr": "*fp32:16", "grad_ptr": "*bf16:16", "squares_ptr": "*fp32:16"}
+    found = compile_ahead(_accumulate_grad_kernel, arch, types | {"numel": "i64:16"}, BLOCK=BLOCK)
+    assert "st.global.v4.b32" in found.ptx
+    assert found.spill_bytes == 0
+    assert found.registers <= 64
+    products = [line for line in found.ttir.splitlines() if "arith.muli" in line]
+    assert products
+    assert all(line.rstrip().endswith("i64") or ": i64" in line for line in products)

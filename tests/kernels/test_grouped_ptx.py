@@ -1,0 +1,85 @@
+"""The kernels of the grouped SwiGLU compiled ahead of time for three GPUs. Runs in CI."""
+
+import re
+from typing import Any
+
+import pytest
+
+from olmo_shard.kernels.grouped_gemm import _grouped_gemm_kernel
+from olmo_shard.kernels.grouped_swiglu import _swiglu_bwd_kernel, _swiglu_fwd_kernel
+from olmo_shard.kernels.grouped_wgrad import _wgrad_kernel
+from tests.support.aot import ARCHS, compile_ahead
+
+WIDE = {"num_experts": "i32:16", "tiles_m": "i32", "offsets_ptr": "*i32:16"}
+COMMON = {"EXPERTS": 64, "EVEN_K": True, "EVEN_N": True, "GROUP_M": 8}
+TILES = {"BLOCK_M": 128, "BLOCK_K": 64, "UPCAST": False, "num_warps": 8, "num_stages": 3}
+
+
+def bf16(*names: str) -> dict[str, str]:
+    return {f"{name}_ptr": "*bf16:16" for name in names}
+
+
+def compiled(kernel: str, arch: int) -> Any:
+    """D = 2048 and F = 1024 or any other multiple of the tiles, 64 experts."""
+    pairs = {"row_ptr": "*i64:16", "weight_ptr": "*fp32:16", "F": "i32:16", "D": "i32:16"}
+    if kernel == "fwd":
+        types = WIDE | pairs | bf16("x", "w", "h", "a")
+        columns = 64 if arch < 90 else 128
+        return compile_ahead(_swiglu_fwd_kernel, arch, types, BLOCK_N=columns, **COMMON, **TILES)
+    if kernel == "bwd":
+        types = WIDE | pairs | bf16("dy", "w", "h", "dh", "a")
+        types |= {"dweight_ptr": "*fp32:16", "num_pairs": "i32"}
+        return compile_ahead(_swiglu_bwd_kernel, arch, types, BLOCK_N=128, **COMMON, **TILES)
+    if kernel == "wgrad":
+        types = bf16("left", "right") | {"right_index_ptr": "*i64:16", "dw_ptr": "*fp32:16"}
+        types |= {"offsets_ptr": "*i32:16", "M": "i32:16", "N": "i32:16"}
+        how = {
+            "left_index_ptr": None,
+            "INDEX_LEFT": False,
+            "INDEX_RIGHT": True,
+            "ADD": True,
+            "EVEN": True,
+        }
+        return compile_ahead(_wgrad_kernel, arch, types, **how, GROUP_M=8, BLOCK_N=128, **TILES)
+    unit, wide = ("bk", "bn") if kernel == "gemm, transposed" else ("bn", "bk")
+    types = WIDE | bf16("a", "b", "c") | {"N": "i32:16", "K": "i32:16", f"stride_{wide}": "i32:16"}
+    unit_stride = {f"stride_{unit}": 1}
+    return compile_ahead(
+        _grouped_gemm_kernel, arch, types, BLOCK_N=128, **unit_stride, **COMMON, **TILES
+    )
+
+
+MATMUL = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+REGISTERS = {"fwd": 240, "bwd": 192, "wgrad": 232, "gemm, transposed": 192, "gemm": 192}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("kernel", REGISTERS)
+def test_they_compile_ahead_of_time_for_tensor_cores(kernel, arch):
+    found = compiled(kernel, arch)
+    assert MATMUL[arch] in found.ptx
+    assert found.spill_bytes == 0
+    assert found.registers <= REGISTERS[kernel]
+    # Operands by asynchronous copies of 16 bytes, results by stores of 16 bytes.
+    assert "cp.async.cg.shared.global" in found.ptx
+    copies = re.findall(
+        r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (0x)?(\w+)", found.ptx
+    )
+    assert {int(size, 16 if prefix else 10) for prefix, size in copies} <= {16, 8, 4}
+    stores = re.findall(r"st\.global\.(\S+)", found.ptx)
+    assert "v4.b32" in stores
+    allowed = {"v4.b32", "b32"} if kernel == "bwd" else {"v4.b32"}
+    assert set(stores) <= allowed, stores
+
+
+def test_offsets_into_the_weight_gradients_are_computed_in_64_bits():
+    """The expert's number is widened before it is multiplied. (For the other kernels a test reads
+    beyond 2^31; a program for each of half a million experts would take too long.)
+    """
+    ttir = compiled("wgrad", 90).ttir
+    expert = re.search(r"(%\w+) = tt.get_program_id y", ttir)
+    assert expert is not None
+    wide = re.search(rf"(%\w+) = arith.extsi {expert[1]} : i32 to i64", ttir)
+    assert wide is not None
+    assert re.search(rf"arith.muli {wide[1]}, %\w+ : i64", ttir)
+    assert not re.search(rf"arith.muli {expert[1]}, ", ttir)

@@ -1,0 +1,29 @@
+"""Memory for tests: poison, and tensors that are larger than the machine."""
+
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """New tensors without content are full of NaN (integers: of their largest value) inside."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(1).isnan()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def vast(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Zeros of which only the pages that are written to take memory."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    pages = np.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=np.uint8)
+    return torch.from_numpy(pages).view(dtype).view(shape)

@@ -276,10 +276,12 @@ def plan_ref(topk_idx_TK: Tensor, num_ranks: int, num_local_experts: int) -> Pla
     assert most < 2**31, "cells, rows and slots are counted in 32 bits"
     device = topk_idx_TK.device
     # int32 takes a quarter of the time of int64 on a CPU, and a quotient in FP32 (exact below 2^24,
-    # rounded down) a quarter of that of an integer division. Dropped routes go to place 0, rank d's
-    # to place d + 1.
+    # rounded down) a quarter of that of an integer division. The divisor is a tensor, since CUDA
+    # multiplies by the reciprocal of a number: 41 x (1 / 41) is less than 1. Dropped routes go to
+    # place 0, rank d's to place d + 1.
     shifted_TK = topk_idx_TK.to(torch.int32) + num_local_experts
-    place_TK = shifted_TK.float().div_(num_local_experts).to(torch.int32)
+    divisor = torch.full((), num_local_experts, dtype=torch.float32, device=device)
+    place_TK = shifted_TK.float().div_(divisor).to(torch.int32)
     local_expert_TK = torch.sub(shifted_TK, place_TK, alpha=num_local_experts)
 
     # A cell is a (place, token).

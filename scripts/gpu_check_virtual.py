@@ -1,0 +1,275 @@
+"""Part b of the GPU check: whole MoE exchanges of 4 and 8 virtual ranks on one device.
+
+The kernels of all ranks run in turn, phase by phase, so that every wait finds its flags set::
+
+    forward   all push | all pull, experts | all push_pairs_back | all pull_back
+    backward  all push | all pull, experts' backward, push_pairs_back | all pull_back
+
+The reference runs each rank's tokens through all experts in FP32, without any exchange.
+"""
+
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from gpu_check_heap import VirtualHeap, virtual_heaps
+from gpu_check_inputs import Draw, Kind, Weights
+from gpu_check_report import Check, Pairs, Row, Setup, close, equal, poisoned
+from torch import Tensor
+
+from olmo_shard.dispatch.capacity import most_rows
+from olmo_shard.dispatch.device_mailbox import DeviceMailbox
+from olmo_shard.dispatch.exchange import DispatchHandle
+from olmo_shard.dispatch.local import LocalDispatcher
+from olmo_shard.dispatch.mailbox import MailboxLayout
+from olmo_shard.dispatch.plan import DispatchPlan
+from olmo_shard.dispatch.rowwise_device import DeviceRowwiseDispatcher
+from olmo_shard.distributed.traffic import traffic
+from olmo_shard.kernels.expert_layout import expert_layout
+from olmo_shard.kernels.grouped_mlp import (
+    MainGrads,
+    Saved,
+    grouped_mlp_bwd,
+    grouped_mlp_fwd,
+    weight_of_pairs,
+    weight_of_slots,
+)
+
+TIMEOUT = timedelta(seconds=5)
+
+
+class Case(NamedTuple):
+    name: str
+    kind: Kind
+    tokens: tuple[int, ...]
+    """Of each rank."""
+    top_k: int
+    experts: int
+    width: int
+    hidden: int
+    dtype: torch.dtype
+    capacity_factor: float | None = None
+    rounds: int = 3
+    """Of four epochs each."""
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.tokens)
+
+    def layout(self) -> MailboxLayout:
+        most, ranks = max(self.tokens), self.num_ranks
+        return MailboxLayout(
+            num_ranks=ranks,
+            max_rows=most_rows(most, self.top_k, self.experts, ranks, self.capacity_factor),
+            num_slots=min(self.top_k, self.experts // ranks),
+            width=self.width,
+            dtype=self.dtype,
+        )
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+FOUR, EIGHT = (701, 0, 1, 350), (1000, 3, 0, 512, 700, 128, 1, 999)
+# Few widths and types, since each pair of them means to compile all kernels.
+CASES = [
+    Case("4 ranks, skewed, fp32", "skewed", FOUR, 4, 16, 516, 130, FP32),
+    Case("4 ranks, capacity 0.5, fp32", "last", FOUR, 4, 16, 516, 130, FP32, 0.5),
+    Case("8 ranks", "uniform", EIGHT, 8, 64, 1024, 256, BF16),
+    Case("8 ranks, capacity 1.25", "skewed", EIGHT, 8, 64, 1024, 256, BF16, 1.25),
+    Case("4 ranks, all to the last, odd width", "last", FOUR, 2, 16, 1021, 99, BF16),
+]
+TINY = [
+    Case("2 ranks, capacity 1, fp32", "skewed", (3, 2), 2, 8, 12, 10, FP32, 1.0, rounds=2),
+    Case("4 ranks, skewed", "skewed", (2, 0, 1, 3), 2, 8, 12, 10, FP32, rounds=1),
+    Case("8 ranks", "uniform", (1, 0, 1, 1, 1, 0, 1, 1), 2, 16, 8, 6, BF16, rounds=1),
+]
+
+
+class Tokens(NamedTuple):
+    """Of one rank and round."""
+
+    x: Tensor
+    dout: Tensor
+    idx: Tensor
+    weights: Tensor
+
+
+def checks(setup: Setup) -> Iterator[Check]:
+    for case in TINY if setup.tiny else CASES:
+        yield Check(case.name, partial(check_case, setup, case))
+
+
+class VirtualRank:
+    """What one rank holds between its phases."""
+
+    plan: DispatchPlan
+    handle: DispatchHandle
+    saved: Saved
+    pair_Rm: Tensor
+    y_PD: Tensor
+    rows: Tensor
+
+    def __init__(self, case: Case, heap: VirtualHeap, whole: Weights) -> None:
+        mailbox = DeviceMailbox(heap, case.layout(), TIMEOUT)
+        most, factor = max(case.tokens), case.capacity_factor
+        self.there = DeviceRowwiseDispatcher(case.experts, mailbox, most, factor)
+        local = case.experts // case.num_ranks
+        self.weights = whole.of(range(heap.rank * local, (heap.rank + 1) * local))
+        mains = (torch.zeros_like(each, dtype=torch.float32) for each in self.weights)
+        self.mains = MainGrads(*mains)
+
+    def push(self, tokens: Tokens) -> None:
+        labelled = torch.ones(len(tokens.x), dtype=torch.bool, device=tokens.x.device)
+        self.plan = self.there.plan(self.there.admit(tokens.idx, tokens.weights, labelled), 0)
+        self.there.push(tokens.x, self.plan, tokens.weights)
+
+    def pull_and_run(self) -> None:
+        self.rows, weights_Rm, experts_Rm, max_pairs, counts = self.there.pull()
+        assert weights_Rm is not None
+        assert experts_Rm is not None
+        self.handle = DispatchHandle(plan=self.plan, recv_counts=counts)
+        layout = expert_layout(experts_Rm, len(self.weights.down), max_pairs, "triton")
+        weight_P = weight_of_pairs(weights_Rm, layout.slot_P)
+        gate_up, down = self.weights
+        fixed = gate_up, down, layout.row_P, layout.offsets
+        self.y_PD, h_P2F = grouped_mlp_fwd(self.rows, weight_P, *fixed)
+        self.saved, self.pair_Rm = Saved(self.rows, weight_P, h_P2F, *fixed), layout.pair_Rm
+
+    def push_back(self) -> None:
+        self.there.push_pairs_back(self.y_PD, self.pair_Rm, self.handle)
+
+    def pull_back(self) -> Tensor:
+        return self.there.pull_back(self.plan)[0]
+
+    def push_gradient(self, tokens: Tokens) -> None:
+        self.there.push(tokens.dout, self.plan, recv_counts=self.handle.recv_counts)
+
+    def run_backward(self) -> None:
+        dy_RD = self.there.pull().rows_RD
+        dx_PD, dweight_P = grouped_mlp_bwd(dy_RD, self.saved, *self.mains, add=True)
+        dweights_Rm = weight_of_slots(dweight_P, self.pair_Rm)
+        self.there.push_pairs_back(dx_PD, self.pair_Rm, self.handle, dweights_Rm)
+
+    def pull_gradient(self) -> tuple[Tensor, Tensor]:
+        """Of the tokens and of their router weights."""
+        dx_TD, dweights_Sm = self.there.pull_back(self.plan)
+        assert dweights_Sm is not None
+        return dx_TD, self.plan.weights_by_route(dweights_Sm)
+
+
+def check_case(setup: Setup, case: Case) -> Iterator[Row]:
+    draw = Draw(setup, case.name)
+    whole = draw.experts(case.experts, case.width, case.hidden, case.dtype)
+    heaps = virtual_heaps(case.layout(), setup.device)
+    ranks = [VirtualRank(case, heap, whole) for heap in heaps]
+    reference = whole.leaves(torch.float32)
+    sums: dict[str, tuple[Tensor, Tensor]] = {}
+    copies: dict[str, tuple[Tensor, Tensor]] = {}
+    sizes: dict[str, tuple[Tensor, Tensor]] = {}
+    for turn in range(case.rounds):
+        for heap in heaps:
+            heap.arena.fill_(0xFF)  # consumed by all; NaN again
+        tokens = [_tokens(draw, case, rank) for rank in range(case.num_ranks)]
+        with traffic.stretch() as sent, poisoned(setup.device):
+            found = exchange(ranks, tokens)
+        sent.settle()
+        expected = [local(case, each, reference) for each in tokens]
+        kept = [each for *_, each in expected]
+        for name, index in (("out", 0), ("dx", 1), ("router", 2)):
+            mine = torch.cat([each[index] for each in found])
+            sums[f"{name} {turn}"] = mine, torch.cat([each[index] for each in expected])
+        copies |= {f"{name} {turn}": pair for name, pair in received(case, ranks, tokens, kept)}
+        counted = torch.tensor([sent.bytes["rows"], sent.bytes["metadata"]])
+        sizes[f"round {turn}"] = counted, predicted_bytes(case, kept)
+    for each in ranks:
+        each.there.check()
+    for index, name in enumerate(("up", "down")):
+        mine, leaf = torch.cat([each.mains[index] for each in ranks]), reference[index]
+        assert leaf.grad is not None
+        sums[f"experts' {name}"] = mine, leaf.grad
+    yield _worst(case, sums)
+    yield equal(f"{case.name}: rows as sent", copies)
+    row = equal(f"{case.name}: bytes as predicted", sizes)
+    rows, metadata = (int(each) for each in sizes["round 0"][1])
+    yield row._replace(note=f"{row.note}; round 0: rows {rows:,} B, metadata {metadata:,} B")
+
+
+def _worst(case: Case, sums: Pairs) -> Row:
+    """One row with the largest error of each kind over all rounds."""
+    kinds = dict.fromkeys(name.split()[0] for name in sums)
+    flat = {kind: _joined(sums, kind) for kind in kinds}
+    return close(case.name, case.dtype, flat)
+
+
+def _joined(sums: Pairs, kind: str) -> tuple[Tensor, Tensor]:
+    # Each scaled by its own peak, so that a small tensor does not hide behind a large one.
+    mine, expected = [], []
+    for name, (found, reference) in sums.items():
+        if name.split()[0] == kind:
+            peak = reference.detach().abs().max().clamp(min=1e-9) if reference.numel() else 1.0
+            mine.append((found.detach().float() / peak).flatten())
+            expected.append((reference.detach() / peak).flatten())
+    return torch.cat(mine), torch.cat(expected)
+
+
+def _tokens(draw: Draw, case: Case, rank: int) -> Tokens:
+    count = case.tokens[rank]
+    x, dout = (draw.normal(count, case.width, dtype=case.dtype) for _ in range(2))
+    return Tokens(x, dout, *draw.routing(case.kind, count, case.experts, case.top_k))
+
+
+def exchange(ranks: list[VirtualRank], tokens: list[Tokens]) -> list[tuple[Tensor, ...]]:
+    """Of each rank: output, gradients of its tokens and of their router weights."""
+    for rank, mine in zip(ranks, tokens, strict=True):
+        rank.push(mine)
+    for rank in ranks:
+        rank.pull_and_run()
+    for rank in ranks:
+        rank.push_back()
+    out = [rank.pull_back() for rank in ranks]
+    for rank, mine in zip(ranks, tokens, strict=True):
+        rank.push_gradient(mine)
+    for rank in ranks:
+        rank.run_backward()
+    gradients = [rank.pull_gradient() for rank in ranks]
+    return [(each, *more) for each, more in zip(out, gradients, strict=True)]
+
+
+def local(case: Case, tokens: Tokens, whole: Weights) -> tuple[Tensor, ...]:
+    """One rank's tokens through all experts: the same three, and the routes that were kept."""
+    x = tokens.x.float().requires_grad_()
+    weights = tokens.weights.clone().requires_grad_()
+    here = LocalDispatcher(case.experts, case.capacity_factor)
+    labelled = torch.ones(len(x), dtype=torch.bool, device=x.device)
+    kept = here.admit(tokens.idx, weights, labelled)
+    flight = here.start(x, kept, weights)
+    out = here.run(flight, lambda rows: rows.through(*whole, None, "reference"))
+    out.backward(tokens.dout.float())
+    assert x.grad is not None
+    assert weights.grad is not None
+    return out.detach(), x.grad, weights.grad, kept
+
+
+def received(
+    case: Case, ranks: list[VirtualRank], tokens: list[Tokens], kept: list[Tensor]
+) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+    """Rows that reached each rank, and the tokens they come from."""
+    for number, rank in enumerate(ranks):
+        rows = [
+            mine.x[(routes // (case.experts // case.num_ranks) == number).any(dim=1)]
+            for mine, routes in zip(tokens, kept, strict=True)
+        ]
+        expected = torch.cat(rows)
+        yield f"rank {number}", (rank.rows[: len(expected)], expected)
+
+
+def predicted_bytes(case: Case, kept: list[Tensor]) -> Tensor:
+    """Of rows and of metadata, all ranks, four exchanges: distinct (token, remote rank) pairs."""
+    owners, pairs = case.experts // case.num_ranks, 0
+    for rank, routes in enumerate(kept):
+        places = torch.where(routes < 0, -1, routes // owners)
+        visits = [(places == other).any(dim=1).sum() for other in range(case.num_ranks)]
+        pairs += int(sum(visits)) - int(visits[rank])
+    slots = min(case.top_k, owners)
+    return torch.tensor([4 * pairs * case.width * case.dtype.itemsize, pairs * slots * 12])

@@ -4,7 +4,7 @@
 
 Example: main = [1, 2], grad = [2, -2] give main = [3, 0] and the squared norm 9.
 
-Main gradients are FP32; each sum is rounded once. The squares of a block are added in FP32, those
+Sums are FP32; each is rounded once. The squares of a block are added in FP32, those
 of the blocks in FP64, in a fixed order. Bytes moved per element: 4 + itemsize of grad read, 4
 written. FLOPs per element: 3.
 """
@@ -23,16 +23,15 @@ def _accumulate_grad_kernel(main_ptr, grad_ptr, squares_ptr, numel, BLOCK: tl.co
     block = tl.program_id(0).to(tl.int64)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < numel
-    main = tl.load(main_ptr + offsets, mask=mask, other=0.0)
+    main = tl.load(main_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     main += tl.load(grad_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    tl.store(main_ptr + offsets, main, mask=mask)
+    tl.store(main_ptr + offsets, main.to(main_ptr.dtype.element_ty), mask=mask)
     if squares_ptr is not None:
         tl.store(squares_ptr + block, tl.sum(main * main))
 
 
 def _accumulate(main: Tensor, grad: Tensor, squares: Tensor | None) -> None:
     assert main.is_contiguous()
-    assert main.dtype == torch.float32
     assert main.shape == grad.shape
     if numel := main.numel():
         grid = (triton.cdiv(numel, BLOCK),)
@@ -52,6 +51,7 @@ def _accumulate_grad_norm_op(main: Tensor, grad: Tensor, backend: str) -> Tensor
     if backend == "reference":
         main.add_(grad)
         return main.double().square().sum()
+    assert main.dtype == torch.float32
     squares = main.new_empty(triton.cdiv(main.numel(), BLOCK))
     _accumulate(main, grad, squares)
     return squares.double().sum()
@@ -65,12 +65,12 @@ def _(main: Tensor, grad: Tensor, backend: str) -> Tensor:
 def accumulate_grad(main: Tensor, grad: Tensor, backend: str = "reference") -> None:
     """Add in place.
 
-    :param main: FP32, contiguous.
+    :param main: contiguous; FP32, or narrower where a window's gradients are.
     :param grad: of the same shape, in any floating type.
     """
     _accumulate_grad_op(main, grad, backend)
 
 
 def accumulate_grad_norm(main: Tensor, grad: Tensor, backend: str = "reference") -> Tensor:
-    """The same; returns the sum of the squares of the result, FP64 scalar."""
+    """The same in FP32; returns the sum of the squares of the result, FP64 scalar."""
     return _accumulate_grad_norm_op(main, grad, backend)

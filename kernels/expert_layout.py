@@ -52,7 +52,7 @@ class ExpertLayout(NamedTuple):
     """int32 [R, m]: pair of each slot; -1 in empty slots."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "pieces"])
 def _count_kernel(local_expert_ptr, pairs_ptr, num_slots, pieces, SLOTS: tl.constexpr):
     expert = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1).to(tl.int64)
@@ -64,7 +64,7 @@ def _count_kernel(local_expert_ptr, pairs_ptr, num_slots, pieces, SLOTS: tl.cons
     tl.store(pairs_ptr + expert * tl.num_programs(1) + chunk, tl.sum(pairs, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "max_pairs", "pieces"])
 def _write_kernel(
     local_expert_ptr,
     pairs_ptr,

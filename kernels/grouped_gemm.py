@@ -19,12 +19,13 @@ from olmo_shard.kernels.grouped_tiles import (
     groups,
     max_tiles,
     tile_of_program,
+    tile_product,
     tiles_of,
 )
 from olmo_shard.kernels.language import tl, triton
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles_m"])
 def _grouped_gemm_kernel(
     a_ptr,
     b_ptr,
@@ -58,21 +59,20 @@ def _grouped_gemm_kernel(
     a_ptrs = a_ptr + first * K + row_M[:, None] * K + inner_K[None, :]
     b_ptrs = b_ptr + expert.to(tl.int64) * K * N
     b_ptrs += inner_K[:, None] * stride_bk + col_N[None, :] * stride_bn
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for k in range(0, K, BLOCK_K):
-        mask_a = there_M[:, None]
-        if not EVEN_K:
-            mask_a = mask_a & (inner_K < K - k)[None, :]
-        a = tl.load(a_ptrs, mask=mask_a, other=0.0)
-        if EVEN_K and EVEN_N:
-            b = tl.load(b_ptrs)
-        else:
-            b = tl.load(b_ptrs, mask=(inner_K < K - k)[:, None] & there_N[None, :], other=0.0)
-        if UPCAST:
-            a, b = a.to(tl.float32), b.to(tl.float32)
-        acc = tl.dot(a, b, acc, input_precision="ieee")
-        a_ptrs += BLOCK_K
-        b_ptrs += BLOCK_K * stride_bk
+    acc = tile_product(
+        a_ptrs,
+        b_ptrs,
+        BLOCK_K * stride_bk,
+        there_M,
+        there_N,
+        K,
+        EVEN_K,
+        EVEN_N,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        UPCAST,
+    )
     c_ptrs = c_ptr + first * N + row_M[:, None] * N + col_N[None, :]
     tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=there_M[:, None] & there_N[None, :])
 

@@ -15,7 +15,8 @@ rows, the up-projection's output and the pairs, and the router's gradient is the
 activation with its own gradient (SonicMoE, arXiv 2512.14080, has the argument). No expanded [P, D]
 copy of the rows exists; the pairs of a row are summed in FP32 in a fixed order, without atomics.
 
-Bytes moved: P x (2D + 3F) x itemsize, weights apart. FLOPs: forward 6 P D F, backward twice that.
+Bytes moved, weights apart, in elements: forward 2 R D + P (4F + 2D), backward 4 R D + P (10F + 2D).
+FLOPs: forward 6 P D F, backward twice that.
 """
 
 from typing import Any, NamedTuple

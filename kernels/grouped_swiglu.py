@@ -32,12 +32,13 @@ from olmo_shard.kernels.grouped_tiles import (
     groups,
     max_tiles,
     tile_of_program,
+    tile_product,
     tiles_of,
 )
 from olmo_shard.kernels.language import tl, triton
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles_m"])
 def _swiglu_fwd_kernel(
     x_ptr,
     row_ptr,
@@ -148,7 +149,7 @@ def swiglu_fwd(
     return h_P2F, a_PF
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "tiles_m"])
 def _swiglu_bwd_kernel(
     dy_ptr,
     row_ptr,
@@ -186,21 +187,20 @@ def _swiglu_bwd_kernel(
     row_M = tl.load(row_ptr + first + pair_M, mask=there_M, other=0).to(tl.int64)
     dy_ptrs = dy_ptr + row_M[:, None] * D + inner_K[None, :]
     w_ptrs = w_ptr + expert.to(tl.int64) * D * F + inner_K[:, None] * F + col_N[None, :]
-    da = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for k in range(0, D, BLOCK_K):
-        mask_dy = there_M[:, None]
-        if not EVEN_K:
-            mask_dy = mask_dy & (inner_K < D - k)[None, :]
-        dy = tl.load(dy_ptrs, mask=mask_dy, other=0.0)
-        if EVEN_K and EVEN_N:
-            w = tl.load(w_ptrs)
-        else:
-            w = tl.load(w_ptrs, mask=(inner_K < D - k)[:, None] & there_N[None, :], other=0.0)
-        if UPCAST:
-            dy, w = dy.to(tl.float32), w.to(tl.float32)
-        da = tl.dot(dy, w, da, input_precision="ieee")
-        dy_ptrs += BLOCK_K
-        w_ptrs += BLOCK_K * F
+    da = tile_product(
+        dy_ptrs,
+        w_ptrs,
+        BLOCK_K * F,
+        there_M,
+        there_N,
+        D,
+        EVEN_K,
+        EVEN_N,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        UPCAST,
+    )
     weight_M = tl.load(weight_ptr + first + pair_M, mask=there_M, other=0.0)
     h_ptr += first * 2 * F
     dh_ptr += first * 2 * F

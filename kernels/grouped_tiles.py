@@ -107,6 +107,45 @@ def find_tile(offsets_ptr, tile, num_experts, EXPERTS: tl.constexpr, BLOCK_M: tl
 
 
 @triton.jit
+def tile_product(
+    a_ptrs,
+    b_ptrs,
+    b_step,
+    there_M,
+    there_N,
+    K,
+    EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """A tile of rows times a tile of columns, over all of K: FP32 [BLOCK_M, BLOCK_N].
+
+    :param a_ptrs: [BLOCK_M, BLOCK_K], of the first step; K runs along the memory.
+    :param b_ptrs: [BLOCK_K, BLOCK_N], of the first step; the next one is ``b_step`` behind it.
+    """
+    inner_K = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        mask_a = there_M[:, None]
+        if not EVEN_K:
+            mask_a = mask_a & (inner_K < K - k)[None, :]
+        a = tl.load(a_ptrs, mask=mask_a, other=0.0)
+        if EVEN_K and EVEN_N:
+            b = tl.load(b_ptrs)
+        else:
+            b = tl.load(b_ptrs, mask=(inner_K < K - k)[:, None] & there_N[None, :], other=0.0)
+        if UPCAST:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+        a_ptrs += BLOCK_K
+        b_ptrs += b_step
+    return acc
+
+
+@triton.jit
 def tile_of_program(program, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     """(row tile, column tile): GROUP_M row tiles share their column tiles' operand."""
     per_group = GROUP_M * tiles_n

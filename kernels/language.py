@@ -1,5 +1,9 @@
 """Triton where it is installed (Linux has it); elsewhere a stand-in, so that the references beside
 the kernels can be imported. Kernel files take ``tl`` and ``triton`` from here.
+
+[Note: specialisation] Triton compiles a kernel again for a number that is 1, or a multiple of 16,
+where others were not. Numbers that routing decides are exempt (``do_not_specialize``): a rank that
+compiles in the middle of training keeps all its peers waiting.
 """
 
 import importlib.util
@@ -15,7 +19,7 @@ class _Absent:
         return self
 
     def __call__(self, function: Any = None, **_: Any) -> Any:
-        return function
+        return self if function is None else function
 
 
 if TYPE_CHECKING or INSTALLED:

@@ -39,7 +39,7 @@ PROGRAMS = 2048
 """About sixteen for each multiprocessor of an H100: both sides are in its own memory."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows_out"])
 def _pull_kernel(
     x_ptr,
     row_ptr,

@@ -49,7 +49,7 @@ def sum_pairs_of_rows(
         row += workers
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _sum_pairs_kernel(
     y_ptr,
     pair_ptr,

@@ -40,14 +40,16 @@ class Sizes(NamedTuple):
         return 2.0 * (values + 3 * self.experts * self.width * self.hidden)
 
     def backward_bytes(self) -> float:
-        """Of dh and a written and read again, h read, dx written, main gradients added to."""
-        values = 2 * 2 * self.tokens * self.width
-        values += self.pairs * (9 * self.hidden + self.width)
+        """Rows are read three times (dy for da and for the down weights, x for the others), h once;
+        dh and a are written and read again, dh once more for dx; main gradients are added to.
+        """
+        values = 3 * self.tokens * self.width
+        values += self.pairs * (10 * self.hidden + self.width)
         weights = 3 * self.experts * self.width * self.hidden
         return 2.0 * (values + weights) + 8.0 * weights
 
     def others_bytes(self, wide: int) -> float:
-        """What others move besides: rows permuted, and values that SwiGLU reads and writes alone.
+        """What others move besides: rows permuted, and values between products and SwiGLU.
 
         :param wide: such values by F for each pair.
         """

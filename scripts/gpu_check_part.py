@@ -5,6 +5,7 @@ never gives its device back: so nothing else may live in the same process.
 """
 
 import argparse
+import gc
 import importlib
 import json
 import time
@@ -76,6 +77,7 @@ def outcome(check: Check, setup: Setup) -> list[Row]:
 
 def _finish(setup: Setup) -> None:
     """Wait for what was queued, so that its errors are those of this check; free memory."""
+    gc.collect()  # models and their buckets refer to each other
     if setup.device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

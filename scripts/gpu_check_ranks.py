@@ -40,8 +40,8 @@ LAYOUT = MailboxLayout(
     dtype=torch.float32,
 )
 KINDS: tuple[Kind, ...] = ("uniform", "skewed", "last")
-WAIT = timedelta(seconds=20)
-"""Of a kernel for the other process, whose turn on the GPU must come first."""
+WAIT = timedelta(seconds=50)
+"""Of a kernel for the other process, which compiles kernels of its own, too, and takes turns."""
 SECONDS = 60.0
 """Between two answers of ranks, compiles included."""
 HEAPS: dict[str, Any] = {"torch": TorchSymmetricHeap, "nvshmem": NvshmemHeap}

@@ -77,7 +77,7 @@ def check_forward(setup: Setup, kind: Kind) -> Iterator[Row]:
     contenders: dict[str, Callable[[], object]] = {"ours": ours}
     contenders |= others_forward(setup, layer)
     contenders["dense"] = dense_forward(sizes, layer)
-    work = Work(f"forward, {kind}", sizes.flops, sizes.forward_bytes(), sizes.others_bytes(wide=3))
+    work = Work(f"forward, {kind}", sizes.flops, sizes.forward_bytes(), sizes.others_bytes(wide=2))
     yield from _grouped_rows(setup, work, contenders)
 
 
@@ -96,7 +96,7 @@ def check_backward(setup: Setup, kind: Kind) -> Iterator[Row]:
     contenders |= others_backward(setup, layer, h_P2F)
     contenders["dense"] = dense_backward(sizes, layer, h_P2F)
     work = Work(
-        f"backward, {kind}", 2 * sizes.flops, sizes.backward_bytes(), sizes.others_bytes(wide=6)
+        f"backward, {kind}", 2 * sizes.flops, sizes.backward_bytes(), sizes.others_bytes(wide=2)
     )
     yield from _grouped_rows(setup, work, contenders)
 

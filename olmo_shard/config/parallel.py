@@ -69,6 +69,16 @@ class ParallelConfig(Section):
     fsdp: FSDPConfig = FSDPConfig()
 
     @model_validator(mode="after")
+    def _heap_is_for_rowwise(self) -> "ParallelConfig":
+        if self.symmetric_heap != "auto" and self.dispatch in ("local", "collective"):
+            raise ValueError(
+                f"symmetric_heap = {self.symmetric_heap} is memory for dispatch rowwise, but "
+                f"dispatch = {self.dispatch}; leave symmetric_heap out, or use dispatch auto or "
+                "rowwise"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _local_needs_one_rank(self) -> "ParallelConfig":
         if self.dispatch == "local" and self.expert_parallel > 1:
             raise ValueError(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from olmo_shard.dispatch.heap.device import DeviceHeap
 from olmo_shard.dispatch.mailbox import MailboxLayout
+from olmo_shard.distributed.traffic import traffic
 from olmo_shard.errors import LostPeerError
 from olmo_shard.kernels.put_packed import FarPeers, put_packed
 from olmo_shard.kernels.signals import AHEAD, signal_peers, wait_signals
@@ -69,23 +70,25 @@ class DeviceMailbox:
             )
         signal_peers(self.heap.flag_ptrs, self.epoch, self.regions)
 
-    def wait(self, own_counts_W: Tensor, own_routes_W: Tensor | None = None) -> Arrived:
+    def wait(self, layer: int, own_counts_W: Tensor, own_routes_W: Tensor | None = None) -> Arrived:
         """Queue the wait for all peers; what is queued behind it may read the arena.
 
+        :param layer: whose rows are exchanged, for figures.
         :param own_counts_W: int64: element ``rank`` counts the rows that this rank keeps.
         """
         assert self._outstanding, "no exchange is outstanding"
         self._outstanding = False
-        counts_W, totals = wait_signals(
-            self.heap.flags,
-            self.epoch,
-            self.heap.arena,
-            own_counts_W,
-            own_routes_W,
-            self.error,
-            int(self.timeout.total_seconds() * 1e9),
-            self.regions,
-        )
+        with traffic.waiting("rows", self.error.device, layer):
+            counts_W, totals = wait_signals(
+                self.heap.flags,
+                self.epoch,
+                self.heap.arena,
+                own_counts_W,
+                own_routes_W,
+                self.error,
+                int(self.timeout.total_seconds() * 1e9),
+                self.regions,
+            )
         return Arrived(counts_W, totals)
 
     def check(self, what: str) -> None:

@@ -20,6 +20,7 @@ from olmo_shard.dispatch import exchange
 from olmo_shard.dispatch.capacity import keep_within_capacity
 from olmo_shard.dispatch.exchange import DispatchHandle, Transport
 from olmo_shard.dispatch.plan import DispatchPlan, make_plan
+from olmo_shard.errors import ConfigurationError
 from olmo_shard.kernels.backend import Backend
 from olmo_shard.kernels.expert_layout import expert_layout
 from olmo_shard.kernels.grouped_mlp import MainGrads, grouped_mlp
@@ -81,6 +82,8 @@ class TokenDispatcher(Transport):
 
     name: ClassVar[str]
     """As in ``parallel.dispatch``."""
+    max_tokens: int | None = None
+    """Of a micro-batch; null: any number."""
 
     def __init__(
         self,
@@ -122,7 +125,13 @@ class TokenDispatcher(Transport):
         :param topk_idx_TK: int64 [T, K] distinct global expert ids, -1 for dropped routes.
         :param topk_weights_TK: FP32 [T, K] router weights.
         :param layer: the model's block, for messages and figures.
+        :raises ConfigurationError: where there are more tokens than the transport was made for.
         """
+        if self.max_tokens is not None and len(x_TD) > self.max_tokens:
+            raise ConfigurationError(
+                f"a micro-batch of {len(x_TD)} tokens does not fit a mailbox made for "
+                f"{self.max_tokens}: tell parallelize of the largest one (max_tokens)"
+            )
         plan = self.plan(topk_idx_TK, layer)
         order = exchange.dispatch_start(x_TD, topk_weights_TK, self, plan)
         counts_W = plan.send_counts_W

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from olmo_shard.dispatch.dispatcher import Flight, TokenDispatcher
+from olmo_shard.dispatch.dispatcher import TokenDispatcher
 from olmo_shard.dispatch.exchange import DispatchHandle, Received, RecvCounts, on_host
 from olmo_shard.dispatch.mailbox import Mailbox, Region
 from olmo_shard.dispatch.plan import DispatchPlan
 from olmo_shard.dispatch.sum_rows import sum_rows
 from olmo_shard.dispatch.warm_buffers import WarmBuffers
 from olmo_shard.distributed.traffic import traffic
-from olmo_shard.errors import ConfigurationError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,16 +141,6 @@ class RowwiseDispatcher(TokenDispatcher):
             if own.weights is None:
                 return sums_TD, None
             return sums_TD, torch.cat(self._by_rank(own.weights, regions, "weights", counts))
-
-    def start(
-        self, x_TD: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor, layer: int = 0
-    ) -> Flight:
-        if len(x_TD) > self.max_tokens:
-            raise ConfigurationError(
-                f"a micro-batch of {len(x_TD)} tokens does not fit a mailbox made for "
-                f"{self.max_tokens}: tell parallelize of the largest one (max_tokens)"
-            )
-        return super().start(x_TD, topk_idx_TK, topk_weights_TK, layer)
 
     def close(self) -> None:
         self.mailbox.close()

@@ -13,7 +13,6 @@ from olmo_shard.dispatch.exchange import DeviceCounts, DispatchHandle, Received,
 from olmo_shard.dispatch.expert_side import run_on_expert_side
 from olmo_shard.dispatch.plan import DispatchPlan, make_plan
 from olmo_shard.distributed.traffic import traffic
-from olmo_shard.errors import ConfigurationError
 from olmo_shard.kernels.capacity import most_routes
 from olmo_shard.kernels.pull_rows import pull_rows, pull_weights
 from olmo_shard.kernels.push_rows import push_rows
@@ -70,16 +69,6 @@ class DeviceRowwiseDispatcher(TokenDispatcher):
     def plan(self, topk_idx_TK: Tensor, layer: int) -> DispatchPlan:
         return make_plan(topk_idx_TK, self.num_ranks, self.num_local_experts, layer, "triton")
 
-    def start(
-        self, x_TD: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor, layer: int = 0
-    ) -> Flight:
-        if len(x_TD) > self.max_tokens:
-            raise ConfigurationError(
-                f"a micro-batch of {len(x_TD)} tokens does not fit a mailbox made for "
-                f"{self.max_tokens}: tell parallelize of the largest one (max_tokens)"
-            )
-        return super().start(x_TD, topk_idx_TK, topk_weights_TK, layer)
-
     def run(self, flight: Flight, experts: Experts) -> Tensor:
         """As everywhere, but the experts' pairs are summed on their way into the mailboxes."""
         return run_on_expert_side(flight, experts, self)
@@ -114,7 +103,7 @@ class DeviceRowwiseDispatcher(TokenDispatcher):
         assert self._outward is not None, "no push is outstanding"
         outward, self._outward = self._outward, None
         mailbox, sent, counts = self.mailbox, outward.sent, outward.counts
-        arrived = mailbox.wait(sent.counts_W, sent.routes_W)
+        arrived = mailbox.wait(outward.plan.layer, sent.counts_W, sent.routes_W)
         max_pairs = 0
         if counts is None:
             max_rows, max_pairs = self._sizes(arrived.totals, outward.plan)
@@ -176,7 +165,7 @@ class DeviceRowwiseDispatcher(TokenDispatcher):
         assert self._back is not None, "no push_back is outstanding"
         own, self._back = self._back, None
         mailbox = self.mailbox
-        arrived = mailbox.wait(own.counts_W)
+        arrived = mailbox.wait(plan.layer, own.counts_W)
         # Where rows lie follows from what was sent, whatever has come.
         place = plan.send_counts_W, plan.row_WT, mailbox.heap.arena, mailbox.epoch, mailbox.regions
         out_TD = sum_rows(own.rows, *place, arrived.totals)
@@ -212,13 +201,15 @@ class DeviceRowwiseDispatcher(TokenDispatcher):
             if num_errors:
                 self.mailbox.check(f"layer {plan.layer}")
             return rows, pairs
+        assert self.max_tokens is not None
         max_rows = layout.max_rows * self.num_ranks
         capacity = most_routes(self.max_tokens, plan.slot_TK.shape[1], self.num_experts, factor)
         pairs = self.num_local_experts * capacity * self.num_ranks
         return max_rows, min(pairs, max_rows * layout.num_slots)
 
     def _count(self, counts_W: Tensor, layer: int, slot_bytes: int) -> None:
-        """Note what was sent; one header and one flag a peer apart.
+        """Note what was sent; one header and one flag a peer apart, and what a put to another node
+        sends of metadata behind the last row.
 
         :param slot_bytes: that travel with a row for each of its slots.
         """

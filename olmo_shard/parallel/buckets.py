@@ -21,8 +21,10 @@ from dataclasses import dataclass
 PARAMETER_ALIGNMENT = 64
 """Elements: 256 bytes in FP32, 128 in bf16, so that every parameter starts on a cache line."""
 
-SLICE_ALIGNMENT = 128
-"""Elements: a bucket ends on a multiple of lcm(group size, this)."""
+BUCKET_ALIGNMENT = 128
+SLICE_ALIGNMENT = 16
+"""Elements: a bucket ends on a multiple of lcm(group size x 16, 128), so that every rank's slice
+starts on a multiple of 16 bytes, however many ranks there are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +101,7 @@ def pieces(bucket: Bucket, rank: int, group_size: int) -> list[Piece]:
 
 
 def _close(start: int, spans: list[Span], group_size: int) -> Bucket:
-    multiple = math.lcm(group_size, SLICE_ALIGNMENT)
+    multiple = math.lcm(group_size * SLICE_ALIGNMENT, BUCKET_ALIGNMENT)
     length = _round_up(spans[-1].end - start, multiple)
     return Bucket(start=start, end=start + length, spans=tuple(spans))
 

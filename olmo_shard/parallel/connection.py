@@ -92,7 +92,7 @@ def _rowwise(
     """:raises HeapError: on all ranks, with the reason of the first that has one."""
 
     def layout_here() -> MailboxLayout:
-        check_rowwise_here(mesh.device.type, kernels)
+        check_rowwise_here(mesh.device.type, kernels, config)
         return _layout(layer, config, max_tokens)
 
     layout = on_every_rank(mesh.control, layout_here)
@@ -107,9 +107,14 @@ def _rowwise(
     return Connection(dispatcher, f"{_note('rowwise', config)}: {layout.describe()}; {said}")
 
 
-def check_rowwise_here(device_type: str, kernels: Backend) -> None:
+def check_rowwise_here(device_type: str, kernels: Backend, config: ParallelConfig) -> None:
     """:raises HeapError: where this machine cannot run ``rowwise``, whatever the model."""
     if device_type == "cpu":
+        if config.symmetric_heap != "auto":
+            raise HeapError(
+                f"parallel.symmetric_heap = {config.symmetric_heap} is memory of GPUs, this is a "
+                "run on cpu"
+            )
         check_host()
     else:
         check_gpu(kernels)

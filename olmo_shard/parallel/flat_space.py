@@ -145,10 +145,7 @@ def _add_by_hook(parameter: nn.Parameter, gradient: Tensor, kernels: Backend) ->
 
     def add(param: Tensor) -> None:
         assert param.grad is not None
-        if kernels == "triton" and gradient.dtype == torch.float32:
-            accumulate_grad(gradient, param.grad, kernels)
-        else:
-            gradient.add_(param.grad)
+        accumulate_grad(gradient, param.grad, kernels)
         param.grad = None
 
     parameter.register_post_accumulate_grad_hook(add)

@@ -10,6 +10,7 @@ from olmo_shard.dispatch.heap.nvshmem import NvshmemHeap
 from olmo_shard.dispatch.heap.torch_symmetric import TorchSymmetricHeap
 from olmo_shard.dispatch.mailbox import MailboxLayout
 from olmo_shard.distributed.collectives import gather_objects
+from olmo_shard.distributed.host_memory import in_units
 from olmo_shard.distributed.mesh import Mesh
 from olmo_shard.errors import HeapError
 from olmo_shard.kernels.backend import Backend
@@ -22,6 +23,25 @@ def check_gpu(kernels: Backend) -> None:
         raise HeapError(
             "rows on GPUs are moved by Triton kernels, and parallel.kernels = reference"
         )
+
+
+def check_gpu_memory(layout: MailboxLayout, config: ParallelConfig) -> None:
+    """What can be known of the memory of this machine's first GPU; nothing where it has none.
+
+    :raises HeapError: where the mailboxes are larger than it, or NVSHMEM is asked for and missing.
+    """
+    if not torch.cuda.is_available():
+        return
+    device = torch.device("cuda", 0)
+    total = torch.cuda.get_device_properties(device).total_memory
+    if layout.arena_bytes > total:
+        raise HeapError(
+            f"{layout.describe()}, and {device} has {in_units(total)}: lower "
+            "train.micro_batch_tokens, or set parallel.capacity_factor"
+        )
+    problem = nvshmem.unsupported(device) if config.symmetric_heap == "nvshmem" else None
+    if problem is not None:
+        raise HeapError(problem)
 
 
 def gpu_mailbox(
@@ -39,17 +59,19 @@ def gpu_mailbox(
 
 
 def _heap(mesh: Mesh, layout: MailboxLayout, config: ParallelConfig) -> tuple[DeviceHeap, str]:
-    """NVSHMEM where it is installed everywhere, since it reaches other nodes, else PyTorch's."""
-    said = "over NVSHMEM"
-    if config.symmetric_heap == "auto":
+    """With ``auto`` NVSHMEM where it can be had, since it reaches other nodes, else PyTorch's."""
+    said = "over PyTorch's symmetric memory"
+    if config.symmetric_heap != "torch":
         problem = _first_problem(mesh)
-        if problem is None:
-            return _make(NvshmemHeap, mesh, layout), said
-        said = f"over PyTorch's symmetric memory (not NVSHMEM: {problem})"
-        return _make(TorchSymmetricHeap, mesh, layout), said
-    if config.symmetric_heap == "nvshmem":
-        return _make(NvshmemHeap, mesh, layout), said
-    return _make(TorchSymmetricHeap, mesh, layout), "over PyTorch's symmetric memory"
+        try:
+            if problem is not None:
+                raise HeapError(problem)
+            return _make(NvshmemHeap, mesh, layout), "over NVSHMEM"
+        except HeapError as error:
+            if config.symmetric_heap == "nvshmem":
+                raise
+            said += f" (not NVSHMEM: {error})"
+    return _make(TorchSymmetricHeap, mesh, layout), said
 
 
 def _first_problem(mesh: Mesh) -> str | None:

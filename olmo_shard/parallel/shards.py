@@ -109,6 +109,14 @@ class ParallelModel(ABC):
     def wait(self) -> None:
         """Wait for all gathers: before anything but a forward reads or writes the weights."""
 
+    def check(self) -> None:
+        """See whether a transport has waited for a peer in vain; waits for the device.
+
+        :raises LostPeerError: where one has.
+        """
+        if self.connection is not None:
+            self.connection.dispatcher.check()
+
     def close(self) -> None:
         """Free what the ranks share, mailboxes above all; the model is of no use afterwards.
 

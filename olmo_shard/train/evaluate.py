@@ -22,5 +22,6 @@ def _loss(data_parallel: ParallelModel, validation: ValidationSet, mesh: Mesh) -
         batch = batch.to(mesh.device)
         output = data_parallel.model(*batch)
         total += torch.stack([output.cross_entropy.double(), batch.num_labelled().double()])
+    data_parallel.check()  # the loss is NaN where a transport has failed: say why
     collectives.all_reduce(total, mesh.control, kind="eval")
     return float(total[0] / total[1].clamp(min=1))

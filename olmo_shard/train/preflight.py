@@ -15,6 +15,7 @@ from olmo_shard.distributed.host_memory import available_memory, in_units
 from olmo_shard.errors import DataError, HeapError
 from olmo_shard.kernels.backend import Backend, choose_backend
 from olmo_shard.parallel.connection import check_rowwise_here, mailbox_layout, refusal
+from olmo_shard.parallel.gpu_mailbox import check_gpu_memory
 from olmo_shard.parallel.host_mailbox import check_memory
 from olmo_shard.train.checkpoint_folder import read_state
 from olmo_shard.train.run_folder import check_something_left, check_writable, choose_checkpoint
@@ -67,18 +68,19 @@ def check_dispatch(config: Config, num_ranks: int) -> str:
     tokens = config.train.micro_batch_tokens
     layout = mailbox_layout(moe.num_experts, moe.top_k, config.model.d_model, parallel, tokens)
     try:
-        return _rowwise_here(layout, num_ranks, device_type(config), kernels_of(config))
+        check_rowwise_here(device_type(config), kernels_of(config), parallel)
+        if device_type(config) == "cuda":
+            check_gpu_memory(layout, parallel)
+            return f"rowwise where the GPUs of a group reach each other: {layout.describe()}"
+        return _in_shared_memory(layout, num_ranks)
     except HeapError as error:
         if parallel.dispatch == "rowwise":
             raise refusal(error) from error
         return f"collective: rowwise cannot run here: {error}"
 
 
-def _rowwise_here(layout: MailboxLayout, num_ranks: int, device_type: str, kernels: Backend) -> str:
-    """:raises HeapError: where it cannot run."""
-    check_rowwise_here(device_type, kernels)
-    if device_type == "cuda":
-        return f"rowwise where the GPUs of a group reach each other: {layout.describe()}"
+def _in_shared_memory(layout: MailboxLayout, num_ranks: int) -> str:
+    """:raises HeapError: where there is too little."""
     available = available_memory()
     check_memory(layout, num_ranks, available)
     return (

@@ -1,7 +1,9 @@
 """One optimizer step: an accumulation window of micro-batches, then the optimizer's phases.
 
 Nothing here reads a value back to the host. What a MoE layer must know of its sizes is read where
-it is needed (the plan, the counts of an exchange, the experts' layout); all else is queued.
+it is needed, in a forward and in its recompute: references read the plan, the counts of an exchange
+and the experts' layout, ``rowwise`` on GPUs the numbers of rows and pairs that have arrived, with a
+capacity factor nothing. All else is queued.
 """
 
 import math
@@ -188,9 +190,7 @@ class TrainStep:
 
         :raises LostPeerError: where a transport has waited for a peer in vain.
         """
-        connection = self.optimizer.data_parallel.connection
-        if connection is not None:
-            connection.dispatcher.check()
+        self.optimizer.data_parallel.check()
         if math.isfinite(float(output.grad_norm)):
             return self._spike(output)
         return f"gradient norm {float(output.grad_norm)}; {self._non_finite_cause(output)}"

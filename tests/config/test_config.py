@@ -103,6 +103,15 @@ def test_expert_parallel_needs_experts(tmp_path):
         load_config(str(write_config(tmp_path)), overrides)
 
 
+@pytest.mark.parametrize("dispatch", ["local", "collective"])
+def test_a_heap_that_dispatch_does_not_use_is_refused(tmp_path, dispatch):
+    overrides = ["parallel.symmetric_heap=torch", f"parallel.dispatch={dispatch}"]
+    with pytest.raises(
+        ConfigurationError, match=f"symmetric_heap = torch .* dispatch = {dispatch}"
+    ):
+        load_config(str(write_config(tmp_path)), overrides)
+
+
 def test_local_dispatch_needs_one_rank(tmp_path):
     overrides = ["parallel.dispatch=local", "parallel.expert_parallel=2"]
     with pytest.raises(ConfigurationError, match=r"dispatch = local .* expert_parallel = 2"):

@@ -49,6 +49,15 @@ def compiled(kernel: str, arch: int) -> Any:
     )
 
 
+@pytest.mark.parametrize("kernel", ["fwd", "bwd", "gemm"])
+def test_they_compile_for_one_expert(kernel, monkeypatch):
+    """A number that is 1 becomes a constant, which has no type to convert."""
+    monkeypatch.delitem(WIDE, "num_experts")
+    monkeypatch.setitem(COMMON, "EXPERTS", 1)
+    monkeypatch.setitem(COMMON, "num_experts", 1)
+    assert MATMUL[90] in compiled(kernel, 90).ptx
+
+
 MATMUL = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 REGISTERS = {"fwd": 240, "bwd": 192, "wgrad": 232, "gemm, transposed": 192, "gemm": 192}
 
@@ -70,6 +79,16 @@ def test_they_compile_ahead_of_time_for_tensor_cores(kernel, arch):
     assert "v4.b32" in stores
     allowed = {"v4.b32", "b32"} if kernel == "bwd" else {"v4.b32"}
     assert set(stores) <= allowed, stores
+
+
+@pytest.mark.parametrize("kernel", REGISTERS)
+def test_rows_and_experts_are_found_by_64_bits(kernel):
+    """Whatever is added to the start of a tensor, before the offsets inside a tile."""
+    ttir = compiled(kernel, 90).ttir
+    added = re.findall(r"tt\.addptr %\w+, (%\w+) : !tt\.ptr<(?:bf16|f32)>, (i\d+)", ttir)
+    assert {bits for _, bits in added} >= {"i64"}
+    narrow = {what for what, bits in added if bits != "i64"}
+    assert narrow <= {"%F"}, narrow  # from gate to up, inside a row
 
 
 def test_offsets_into_the_weight_gradients_are_computed_in_64_bits():

@@ -24,6 +24,11 @@ from tests.support.configs import write_config
             "16,779,520 bytes (16.0 MiB) of shared memory, 5,000,000 bytes (4.8 MiB) are available",
         ),
         (
+            ["parallel.expert_parallel=2", "parallel.symmetric_heap=torch"],
+            "# dispatch collective: rowwise cannot run here: parallel.symmetric_heap = torch is "
+            "memory of GPUs, this is a run on cpu\n",
+        ),
+        (
             ["parallel.expert_parallel=2", "run.device=cuda"],
             "# dispatch rowwise where the GPUs of a group reach each other: mailboxes of 2 slots x "
             "1 peer(s) x 32 rows x 144 B = 9,344 bytes (9.1 KiB) a rank\n",

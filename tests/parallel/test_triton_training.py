@@ -5,6 +5,7 @@ kernels add to. Two gloo ranks, the interpreter, shared memory. Runs in CI.
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -16,6 +17,7 @@ from olmo_shard.dispatch.rowwise import RowwiseDispatcher
 from olmo_shard.dispatch.rowwise_device import DeviceRowwiseDispatcher
 from olmo_shard.distributed.runtime import Runtime
 from olmo_shard.nn.moe import MoE
+from olmo_shard.optim import adamw
 from olmo_shard.parallel.connection import Connection
 from olmo_shard.train.step import TrainStep
 from tests.support.device_heap import SharedDeviceHeap
@@ -52,11 +54,13 @@ def training_case(
     """Losses and norms, weights, rows sent and bytes of the last step."""
     layout = {"expert_parallel": 2, "dispatch": "rowwise", "kernels": kernels, **parallel}
     step = build(rank, model_config(**MODEL), layout, OPTIMS[optim])
-    if kernels == "triton":
+    if kernels == "triton" and layout["dispatch"] == "rowwise":
         by_kernels(step, rank)
     lr = 0.05 if optim == "sgd" else 1e-3
     windows = [window_of(i, rank.rank, 2, 1, ignored=False)[:2] for i in range(2)]
-    outputs = [step(window, lr) for window in windows]
+    with mock.patch.object(adamw, "adamw", wraps=adamw.adamw) as launched:
+        outputs = [step(window, lr) for window in windows]
+    assert bool(launched.call_count) == (kernels == "triton" and optim == "adamw")
     traffic = outputs[-1].traffic
     traffic.settle()
     found = [figures(output) for output in outputs], owned(step)
@@ -74,8 +78,9 @@ def training_case(
         ({"activation_checkpointing": "full"}, "sgd"),
         ({"capacity_factor": 1.0}, "adamw"),
         ({"mode": "fsdp"}, "sgd"),
+        ({"dispatch": "collective"}, "sgd"),
     ],
-    ids=["recompute", "capacity", "fsdp"],
+    ids=["recompute", "capacity", "fsdp", "collective"],
 )
 def test_losses_norms_and_weights_are_those_of_the_references(interpreted, parallel, optim):
     """Two steps of two micro-batches of a sequence; rows and bytes are counted alike."""

@@ -149,6 +149,8 @@ def test_bf16_accumulates_in_fp32():
     assert y == pytest.approx((one * 100).item() + 63 * pair, rel=2**-8)
 
 
+# While it traces, torch.compile looks at the .grad of tensors that are no leaves.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("into", ["main gradients", "gradients"])
 def test_the_operators_keep_torchs_contract(into):
     """Schemas, fakes, autograd registration, and what a compiler traces; no mutation but of main

@@ -12,12 +12,13 @@ import torch
 from gpu_check_clock import medians, stated_bandwidth
 from gpu_check_contenders import BF16, copying
 from gpu_check_heap import VirtualHeap, virtual_heaps
-from gpu_check_inputs import Draw
+from gpu_check_inputs import Draw, Kind
 from gpu_check_report import Row, Setup, claim
 from torch import Tensor
 
 from olmo_shard.dispatch.mailbox import MailboxLayout
 from olmo_shard.kernels.adamw import AdamWRates, AdamWTensors, adamw_triton, pack_scalars
+from olmo_shard.kernels.capacity import capacity_triton
 from olmo_shard.kernels.expert_layout import expert_layout_triton
 from olmo_shard.kernels.plan import PlanTensors, plan_triton
 from olmo_shard.kernels.pull_rows import pull_rows
@@ -58,7 +59,7 @@ class Moves(NamedTuple):
     num_pairs: int
 
 
-def _moves(setup: Setup, sizes: Sizes) -> Moves:
+def _moves(setup: Setup, sizes: Sizes, kind: Kind) -> Moves:
     local = sizes.experts // sizes.ranks
     layout = MailboxLayout(
         num_ranks=sizes.ranks,
@@ -67,10 +68,10 @@ def _moves(setup: Setup, sizes: Sizes) -> Moves:
         width=sizes.width,
         dtype=BF16,
     )
-    draw = Draw(setup, "moves")
+    draw = Draw(setup, f"moves {kind}")
     plans = []
     for _ in range(sizes.ranks):
-        idx, _ = draw.routing("uniform", sizes.tokens, sizes.experts, sizes.top_k)
+        idx, _ = draw.routing(kind, sizes.tokens, sizes.experts, sizes.top_k)
         plans.append(plan_triton(idx, sizes.ranks, local))
     counts = [int(plan.send_counts_W[0]) for plan in plans]
     # Rank 0's rows come first in every list.
@@ -83,9 +84,10 @@ def _moves(setup: Setup, sizes: Sizes) -> Moves:
     return Moves(heap, layout, plans[0], counts_W, pair_Rm, num_pairs)
 
 
-def check_moves(setup: Setup) -> Iterator[Row]:
+def check_moves(setup: Setup, kind: Kind) -> Iterator[Row]:
+    """:param kind: of routing; the target is one of uniform routing."""
     sizes = TINY if setup.tiny else FULL
-    heap, layout, plan, counts_W, pair_Rm, num_pairs = _moves(setup, sizes)
+    heap, layout, plan, counts_W, pair_Rm, num_pairs = _moves(setup, sizes, kind)
     draw, regions = Draw(setup, "rows"), layout.regions(0)
     epoch = torch.zeros(1, dtype=torch.int64, device=setup.device)
     x_TD = draw.normal(sizes.tokens, sizes.width, dtype=BF16)
@@ -118,7 +120,28 @@ def check_moves(setup: Setup) -> Iterator[Row]:
         "sum_rows": sent_rows * row + sizes.tokens * (row + 4 * ranks),
     }
     notes = {"push_rows": "memory of one card, not NVLink"}
-    yield from _rows(setup, contenders, num_bytes, {"push_rows": PUSH}, notes)
+    targets_of = {"push_rows": PUSH} if kind == "uniform" else {}
+    yield from _rows(setup, contenders, num_bytes, targets_of, notes, f", {kind}")
+
+
+def check_routing(setup: Setup) -> Iterator[Row]:
+    """What comes before rows move, and before the experts: microseconds."""
+    sizes = TINY if setup.tiny else FULL
+    local = sizes.experts // sizes.ranks
+    idx, weights = Draw(setup, "routing").routing(
+        "uniform", sizes.tokens, sizes.experts, sizes.top_k
+    )
+    labelled = torch.ones(sizes.tokens, dtype=torch.bool, device=setup.device)
+    here = plan_triton(idx, 1, sizes.experts)
+    contenders: dict[str, Callable[[], object]] = {
+        "plan": lambda: plan_triton(idx, sizes.ranks, local),
+        "capacity": lambda: capacity_triton(idx, weights, labelled, sizes.experts, 1.25),
+        "expert_layout": lambda: expert_layout_triton(
+            here.local_expert_Sm, sizes.experts, idx.numel()
+        ),
+    }
+    for name, seconds in medians(setup, contenders).items():
+        yield claim(setup, name, "us", 1e6 * seconds, None, note=f"{sizes.tokens} tokens")
 
 
 def check_adamw(setup: Setup) -> Iterator[Row]:
@@ -140,15 +163,20 @@ def _rows(
     num_bytes: dict[str, int],
     targets: dict[str, float],
     notes: dict[str, str],
+    suffix: str = "",
 ) -> Iterator[Row]:
     num_copied, copy = copying(setup)
     times, stated = medians(setup, contenders | {"copy": copy}), stated_bandwidth(setup)
     ceiling = num_copied / times["copy"] / 1e9
     yield claim(
-        setup, f"copy, beside {', '.join(num_bytes)}", "GB/s", ceiling, stated and stated / 1e9
+        setup,
+        f"copy, beside {', '.join(num_bytes)}{suffix}",
+        "GB/s",
+        ceiling,
+        stated and stated / 1e9,
     )
     for name, count in num_bytes.items():
         rate, share = count / times[name] / 1e9, targets.get(name)
         target = None if share is None else share * ceiling
         note = "; ".join(filter(None, [f"{rate / ceiling:.0%} of the copy", notes.get(name)]))
-        yield claim(setup, name, "GB/s", rate, ceiling, target, note=note)
+        yield claim(setup, name + suffix, "GB/s", rate, ceiling, target, note=note)

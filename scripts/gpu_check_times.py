@@ -23,7 +23,7 @@ from gpu_check_contenders import (
     others_forward,
 )
 from gpu_check_inputs import Kind
-from gpu_check_moves import check_adamw, check_moves
+from gpu_check_moves import check_adamw, check_moves, check_routing
 from gpu_check_report import Check, Row, Setup, claim
 from torch import Tensor
 
@@ -59,7 +59,9 @@ def checks(setup: Setup) -> Iterator[Check]:
     for kind in kinds:
         yield Check(f"grouped backward, {kind}", partial(check_backward, setup, kind))
     yield Check("grouped_mlp memory", lambda: check_memory(setup))
-    yield Check("row moves", lambda: check_moves(setup))
+    for kind in kinds:
+        yield Check(f"row moves, {kind}", partial(check_moves, setup, kind))
+    yield Check("plan, capacity, layout", lambda: check_routing(setup))
     yield Check("adamw", lambda: check_adamw(setup))
 
 

@@ -3,7 +3,13 @@
 from olmo_shard.config import Config, dump_yaml
 from olmo_shard.errors import NothingLeftError
 from olmo_shard.nn.flops import parameter_counts
-from olmo_shard.train.preflight import check_dispatch, check_start, preflight, scan
+from olmo_shard.train.preflight import (
+    check_dispatch,
+    check_start,
+    kernels_of,
+    preflight,
+    scan,
+)
 
 
 def check(config: Config, nproc: int | None) -> str:
@@ -26,6 +32,7 @@ def check(config: Config, nproc: int | None) -> str:
         f"{dump_yaml(config)}\n"
         f"# {counts.total:,} parameters, {counts.active:,} active per token\n"
         f"# valid for {world_size} rank(s), {config.num_microbatches(world_size)} micro-batch(es)\n"
+        f"# kernels {kernels_of(config)}\n"
         f"# dispatch {dispatch}\n"
         f"# {start}"
     )

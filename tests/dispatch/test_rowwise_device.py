@@ -2,6 +2,7 @@
 the same text runs as on GPUs. Runs in CI.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -226,6 +227,56 @@ def only_experts_case(rank: Runtime) -> None:
         assert mine.grad is not None
         assert reference.grad is not None
         close(mine.grad / 2, reference.grad[own.start : own.stop])
+
+
+@contextmanager
+def host_reads() -> Iterator[list[str]]:
+    """Where the package reads a tensor's value on the host, which on a GPU waits for it."""
+    found: list[str] = []
+
+    def watched(name: str) -> Any:
+        original = getattr(Tensor, name)
+
+        def read(self: Tensor, *arguments: Any) -> Any:
+            caller = sys._getframe(1).f_code
+            if "/olmo_shard/" in caller.co_filename:
+                found.append(f"{caller.co_name}: {name}")
+            return original(self, *arguments)
+
+        return read
+
+    reads = "tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__"
+    with pytest.MonkeyPatch.context() as patch:
+        for name in reads:
+            patch.setattr(Tensor, name, watched(name))
+        yield found
+
+
+def reads_case(rank: Runtime, case: Case) -> tuple[list[str], list[str]]:
+    """In a forward, and in its backward."""
+    own = mesh_of(rank, RANKS).local_experts(case.experts)
+    weights = [w[own.start : own.stop].clone().requires_grad_() for w in case.expert_weights()]
+    with device_dispatcher(rank, case) as there:
+        x, dout, idx, topk_weights = (each.clone() for each in case.inputs(rank.rank))
+        x.requires_grad_()
+        layer = Layer(weights, main=True)
+        with host_reads() as forward:
+            out = layer(there, x, idx, topk_weights, fused=True)
+        with host_reads() as backward:
+            out.backward(dout)
+        del out
+    return forward, backward
+
+
+@pytest.mark.parametrize(
+    ("case", "reads"),
+    [("uniform", ["_sizes: tolist"]), ("capacity", [])],
+    ids=["dropless", "capacity"],
+)
+def test_the_host_reads_sizes_once_in_a_forward_or_nothing(interpreted, case, reads):
+    for forward, backward in interpreted(RANKS).run(reads_case, CASES[case]):
+        assert forward == reads
+        assert backward == []
 
 
 def test_experts_alone_can_be_trained(interpreted):

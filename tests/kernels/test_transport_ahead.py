@@ -16,6 +16,7 @@ triton = pytest.importorskip("triton", reason="Triton exists on Linux alone")
 
 from triton.runtime.errors import PTXASError  # noqa: E402
 
+from olmo_shard.dispatch.heap.nvshmem_library import find_bitcode  # noqa: E402
 from olmo_shard.kernels import (  # noqa: E402
     pull_rows,
     push_rows,
@@ -234,18 +235,14 @@ def test_numbers_that_are_1_become_constants():
         assert ahead(name, 90, **changes).ptx
 
 
-def test_nvshmem_is_linked_where_it_is_wanted_and_nowhere_else():
-    """For one GPU: its library alone takes 7 s."""
-    arch = 90
+@pytest.mark.parametrize("arch", ARCHS)
+def test_nvshmem_is_linked_where_it_is_wanted_and_nowhere_else(arch):
+    """With the library of the installed wheel, some seconds for each GPU."""
     package = importlib.util.find_spec("nvidia.nvshmem")
     if package is None or not package.submodule_search_locations:
         pytest.skip("nvidia-nvshmem-cu13 is not installed")
     library = Path(next(iter(package.submodule_search_locations))) / "lib"
-    bitcode = next(
-        path
-        for name in (f"libnvshmem_device_sm_{arch}.bc", "libnvshmem_device.bc")
-        if (path := library / name).exists()
-    )
+    bitcode = find_bitcode(library, divmod(arch, 10))
     found = ahead("put", arch, bitcode=bitcode)
     assert "nvshmemi_device_state_d" in found.ptx
     for name in set(CASES) - {"put"}:

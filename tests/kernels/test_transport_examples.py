@@ -145,12 +145,14 @@ def nothing_at_all() -> None:
 def no_more_than_fits() -> None:
     """Counts that cannot be do not end in memory behind a region, nor behind the own rows."""
     near = neighbourhood(epoch=3, width=16)
-    x_ND, many = torch.ones(12, 16), torch.tensor([MOST + 2, 3, MOST + 2])
-    push_rows(x_ND, RowList(many), near.targets, near.epoch, near.regions, 12)
+    many = torch.tensor([MOST + 2, 3, MOST + 2])
+    num_rows = int(many.sum())
+    x_ND = torch.ones(num_rows, 16)
+    push_rows(x_ND, RowList(many), near.targets, near.epoch, near.regions, num_rows)
     assert_only_regions_written(near)
     near = neighbourhood(epoch=3, width=16)
     own_out = torch.full((3, 16), torch.nan)
-    pair_Rm = torch.arange(2 * 15, dtype=torch.int32).view(15, SLOTS) % 12
+    pair_Rm = torch.arange(num_rows * SLOTS, dtype=torch.int32).view(num_rows, SLOTS) % num_rows
     reduce_and_push(x_ND, pair_Rm, many, None, near.targets, near.epoch, near.regions, own_out[:2])
     assert_only_regions_written(near)
     assert own_out[2].isnan().all()

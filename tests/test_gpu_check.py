@@ -73,7 +73,7 @@ def test_on_a_cpu_everything_passes_and_nothing_is_measured(tmp_path, capfd):
     assert {row.note for row in found["c"]} == {"not measured on a CPU"}
     assert len(found["a"]) >= 25
     assert "| b | 8 ranks: rows as sent |" in printed
-    assert "| c | push_rows |" in printed
+    assert "| c | push_rows, uniform |" in printed
     document = json.loads((tmp_path / "x.json").read_text())
     assert document["machine"]["torch"] == torch.__version__
     assert document["date"]

@@ -5,7 +5,7 @@ The epoch is counted on the device, so that no launch depends on a number of the
 from step to step, and a step can be captured in a CUDA graph.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -33,10 +33,19 @@ class DeviceMailbox:
     """This rank's end of the exchanges of a group.
 
     :param timeout: how long a wait may take.
+    :param global_ranks: of the group's ranks, for messages; null names them as the group does.
     """
 
-    def __init__(self, heap: DeviceHeap, layout: MailboxLayout, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        heap: DeviceHeap,
+        layout: MailboxLayout,
+        timeout: timedelta,
+        global_ranks: Sequence[int] | None = None,
+    ) -> None:
         self.heap, self.layout, self.timeout = heap, layout, timeout
+        in_group = [f"{rank} of the group" for rank in range(heap.size)]
+        self._names = in_group if global_ranks is None else [str(rank) for rank in global_ranks]
         self.regions = layout.regions(heap.rank)
         device = heap.arena.device
         self.epoch = torch.zeros(1, dtype=torch.int64, device=device)
@@ -94,17 +103,17 @@ class DeviceMailbox:
     def check(self, what: str) -> None:
         """Wait for the device, and see whether a wait has failed.
 
-        :raises LostPeerError: naming the ranks of the group that were missing.
+        :raises LostPeerError: naming the ranks that were missing.
         """
         words = self.error.tolist()
         if any(words):
             ahead = [rank for rank, word in enumerate(words) if word == AHEAD]
             assert not ahead, f"flags of ranks {ahead} are ahead of epoch {int(self.epoch)}: {what}"
-            missing = [str(rank) for rank, word in enumerate(words) if word]
+            missing = [name for name, word in zip(self._names, words, strict=True) if word]
             raise LostPeerError(
-                f"rank {self.heap.rank} of its expert-parallel group timed out waiting "
-                f"{self.timeout.total_seconds():g} s for rank(s) {', '.join(missing)} of the "
-                f"group, {what}; if nothing is wrong there, raise run.timeout_seconds"
+                f"rank {self._names[self.heap.rank]} timed out waiting "
+                f"{self.timeout.total_seconds():g} s for rank(s) {', '.join(missing)}, {what}; if "
+                "nothing is wrong there, raise run.timeout_seconds"
             )
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ tensors, so backward never starts a recompute (activation checkpointing) inside 
 recompute itself ends early, once it has all that backward needs: behind the routed experts, which
 save their rows. (Experts that are frozen and get rows without gradient save nothing; in such a
 model a recompute could end inside a dispatch, and the next exchange would fail its assertion.)
+``expert_side.py`` has nodes that save tensors, and says why they may.
 """
 
 from abc import ABC, abstractmethod

@@ -1,6 +1,7 @@
 """The mailboxes of ``rowwise`` on GPUs: in symmetric memory, which kernels store into."""
 
 import torch
+import torch.distributed as dist
 
 from olmo_shard.config import ParallelConfig
 from olmo_shard.dispatch.device_mailbox import DeviceMailbox
@@ -52,7 +53,8 @@ def gpu_mailbox(
     :raises HeapError: on all ranks, where one of them cannot have it.
     """
     heap, said = _heap(mesh, layout, config)
-    mailbox = DeviceMailbox(heap, layout, mesh.timeout)
+    global_ranks = dist.get_process_group_ranks(mesh.ep)
+    mailbox = DeviceMailbox(heap, layout, mesh.timeout, global_ranks)
     # Nobody puts before its peers have read where everything is.
     gather_objects(None, mesh.control)
     return mailbox, said

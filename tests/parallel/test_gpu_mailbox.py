@@ -9,7 +9,7 @@ from olmo_shard.config import ParallelConfig
 from olmo_shard.dispatch.heap.device import DeviceHeap
 from olmo_shard.dispatch.mailbox import MailboxLayout
 from olmo_shard.distributed.runtime import Runtime
-from olmo_shard.errors import HeapError
+from olmo_shard.errors import HeapError, LostPeerError
 from olmo_shard.parallel import gpu_mailbox
 from tests.support.ranks import mesh_of
 
@@ -73,6 +73,10 @@ def taken_case(rank: Runtime, heap: str, said: dict[str, Any]) -> str:
         except HeapError as error:
             return f"refused: {error}"
     assert mailbox.regions == LAYOUT.regions(mesh.ep.rank())
+    other = rank.rank ^ 1  # its neighbour, in whichever group
+    mailbox.error[other % 2] = 1
+    with pytest.raises(LostPeerError, match=rf"^rank {rank.rank} .* for rank\(s\) {other}, here"):
+        mailbox.check("here")
     return f"{type(mailbox.heap).__name__} {note}"
 
 

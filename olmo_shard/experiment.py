@@ -108,5 +108,8 @@ def _outcome(config: Config) -> list[tuple[str, str]]:
 
 
 def _loss(record: Record) -> str:
-    loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
+    if record["loss"] is not None:
+        loss = f"{record['loss']:.4f}"
+    else:
+        loss = "not finite" if record["tokens"] else "no token has a label"
     return f"{loss} (step {record['step']})"

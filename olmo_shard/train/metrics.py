@@ -4,8 +4,10 @@ import resource
 import sys
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from olmo_shard.config import Config
 from olmo_shard.distributed.traffic import StepTraffic
@@ -53,10 +55,9 @@ class StepMeter:
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         rate = tokens / seconds
-        divisor = max(1, tokens)
         return {
             "step": pending.step,
-            "loss": float(output.sums.cross_entropy) / divisor,
+            "loss": mean_over(tokens, output.sums.cross_entropy),
             "grad_norm": float(output.grad_norm),
             "lr": pending.lr,
             "tokens": tokens,
@@ -67,8 +68,8 @@ class StepMeter:
             **self._communication(output.traffic),
             "skipped_steps": state.skipped_steps,
             "memory_bytes": peak_memory_bytes(self.device),
-            **self._losses(output, divisor),
-            **_loads(output),
+            **self._losses(output, tokens),
+            **_loads(output, tokens),
             **self._dispatch(output),
         }
 
@@ -85,22 +86,22 @@ class StepMeter:
             found["exposed_seconds_by_kind"] = seconds
         return found
 
-    def _losses(self, output: StepOutput, divisor: int) -> Record:
+    def _losses(self, output: StepOutput, tokens: int) -> Record:
         """Auxiliary losses: raw means, and what they add to the objective."""
-        model = self.config.model
+        model, sums = self.config.model, output.sums
         found: Record = {}
         if model.z_loss_weight:
-            found["logit_z_loss"] = float(output.sums.logit_z_loss) / divisor
+            found["logit_z_loss"] = mean_over(tokens, sums.logit_z_loss)
         if model.moe is None:
             return found
         router = model.moe.router
-        z_loss = (output.sums.router_z_loss_L / divisor).tolist()
-        found["router_z_loss"] = z_loss
-        found["router_z_loss_weighted"] = router.z_loss_weight * sum(z_loss)
+        found["router_z_loss"] = mean_over(tokens, sums.router_z_loss_L)
+        weighted = router.z_loss_weight * sums.router_z_loss_L.sum()
+        found["router_z_loss_weighted"] = mean_over(tokens, weighted)
         if router.lb_loss_weight:  # it is not computed otherwise
-            lb_loss = (output.sums.lb_loss_L / divisor).tolist()
-            found["lb_loss"] = lb_loss
-            found["lb_loss_weighted"] = router.lb_loss_weight * sum(lb_loss)
+            found["lb_loss"] = mean_over(tokens, sums.lb_loss_L)
+            weighted = router.lb_loss_weight * sums.lb_loss_L.sum()
+            found["lb_loss_weighted"] = mean_over(tokens, weighted)
         return found
 
     def _dispatch(self, output: StepOutput) -> Record:
@@ -124,14 +125,19 @@ class StepMeter:
         return found
 
 
-def _loads(output: StepOutput) -> Record:
+def mean_over(labels: int, total: Tensor) -> Any:
+    """Mean of a sum over ``labels`` tokens, as JSON values; ``None`` where there are no labels."""
+    return (total / labels).tolist() if labels else None
+
+
+def _loads(output: StepOutput, tokens: int) -> Record:
     """Per MoE layer: fullest expert against the mean, experts without a token, bias spread."""
     counts_LE = output.sums.counts_LE
     if not counts_LE.numel():
         return {}
-    mean_L = counts_LE.mean(dim=1).clamp(min=1e-9)
+    skew_L = counts_LE.amax(dim=1) / counts_LE.mean(dim=1)
     return {
-        "load_max_over_mean": (counts_LE.amax(dim=1) / mean_L).tolist(),
+        "load_max_over_mean": skew_L.tolist() if tokens else None,
         "dead_experts": (counts_LE == 0).sum(dim=1).tolist(),
         "expert_bias_range": output.bias_range_L.tolist(),
     }

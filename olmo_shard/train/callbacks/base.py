@@ -29,8 +29,11 @@ class Callback:
     def on_step(self, record: Record) -> None:
         """After each step, with the record of metrics.jsonl."""
 
-    def on_eval(self, step: int, losses: dict[str, float]) -> None:
-        """After each evaluation, with the loss of each validation set."""
+    def on_eval(self, step: int, losses: dict[str, float | None]) -> None:
+        """After each evaluation, with the loss of each validation set.
+
+        A set in which no token has a label has the loss ``None``.
+        """
 
     def on_checkpoint(self, path: Path) -> None:
         """After a checkpoint has its name."""

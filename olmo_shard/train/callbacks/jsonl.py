@@ -24,7 +24,7 @@ class JsonLines(Callback):
     def on_step(self, record: Record) -> None:
         _write(self._steps, record)
 
-    def on_eval(self, step: int, losses: dict[str, float]) -> None:
+    def on_eval(self, step: int, losses: dict[str, float | None]) -> None:
         _write(self._evals, {"step": step, **{f"eval/{name}": v for name, v in losses.items()}})
 
     def on_end(self) -> list[tuple[str, str]]:

@@ -34,8 +34,10 @@ def draw(run_dir: Path) -> Path:
     known = [r for r in steps if r["loss"] is not None]
     axes.plot([r["tokens_total"] for r in known], [r["loss"] for r in known], lw=1, label="train")
     for name in sorted({key for record in evals for key in record} - {"step"}):
-        points = [(tokens[r["step"]], r[name]) for r in evals if r["step"] in tokens]
-        axes.plot(*zip(*points, strict=True), "o-", ms=4, label=name)
+        drawn = [r for r in evals if r["step"] in tokens and r.get(name) is not None]
+        axes.plot(
+            [tokens[r["step"]] for r in drawn], [r[name] for r in drawn], "o-", ms=4, label=name
+        )
     axes.set(xlabel="tokens", ylabel="cross-entropy (nats)", title=run_dir.name)
     axes.grid(alpha=0.3)
     axes.legend()

@@ -38,7 +38,7 @@ class WandB(Callback):
     def on_step(self, record: dict[str, Any]) -> None:
         self._log(flatten(record))
 
-    def on_eval(self, step: int, losses: dict[str, float]) -> None:
+    def on_eval(self, step: int, losses: dict[str, float | None]) -> None:
         self._log({"step": step, **{f"eval/{name}": loss for name, loss in losses.items()}})
 
     def on_note(self, message: str) -> None:

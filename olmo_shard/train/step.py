@@ -22,7 +22,6 @@ from olmo_shard.nn.transformer import ModelOutput, Transformer
 from olmo_shard.optim.sharded import DistributedOptimizer, StepResult
 from olmo_shard.optim.spikes import SpikeFilter
 
-
 NO_LABEL = (
     "no token of the global batch has a label, so there is nothing to learn from: look at the data "
     "of data.sources (with data.document_masking a document of one token has no label)"

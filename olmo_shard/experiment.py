@@ -24,7 +24,7 @@ from olmo_shard.train.callbacks.console import Console, print_summary
 from olmo_shard.train.callbacks.jsonl import JsonLines
 from olmo_shard.train.callbacks.loss_curve import LossCurve
 from olmo_shard.train.callbacks.wandb import WandB
-from olmo_shard.train.records import FILE, Record, read_records
+from olmo_shard.train.records import CONFIG_FILE, FILE, Record, read_records
 from olmo_shard.train.start import check_inputs, check_same_config, opened_run, start_from
 from olmo_shard.train.step import TrainStep
 from olmo_shard.train.trainer import Trainer
@@ -59,9 +59,9 @@ def run(config: Config, info: RankInfo | None = None, *, scanned: bool = False) 
             trainer = Trainer(config, mesh, loader, validation, step, steps, callbacks)
             started = start_from(config, trainer, mesh)
             if here.rank == 0:
-                (trainer.run_dir / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
+                (trainer.run_dir / CONFIG_FILE).write_text(dump_yaml(config), encoding="utf-8")
             notes = _describe(config, here, loader, steps, data_parallel)
-            lines = trainer.fit([*notes, started])
+            lines = trainer.fit([*notes, *started])
             data_parallel.close()
             if here.rank == 0:
                 print_summary(console, [*_outcome(config), *lines])

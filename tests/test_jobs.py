@@ -102,7 +102,12 @@ def test_prepare_check_train_on_two_ranks_then_resume_twice(tmp_path, main):
 
 def test_torchrun_and_bare_variables_join_as_ranks(tmp_path):
     config = write_config(tmp_path)
-    shared = ["parallel.expert_parallel=2", "train.steps=2", "eval.every=0", "checkpoint.every=0"]
+    shared = [
+        "parallel.expert_parallel=2",
+        "train.steps=2",
+        "eval.every=0",
+        "checkpoint.every=null",
+    ]
     arguments = ["--standalone", "--nproc-per-node", "2", "-m", "olmo_shard", "train", config]
     code, output = finish(
         start(*arguments, *shared, f"run.dir={tmp_path / 'a'}", module="torch.distributed.run")
@@ -125,7 +130,7 @@ def test_torchrun_and_bare_variables_join_as_ranks(tmp_path):
 def test_two_jobs_at_once_and_one_loses_a_rank(tmp_path):
     """Both take free ports; one loses a rank, ends in seconds and says why; the other goes on."""
     config = write_config(tmp_path)
-    shared = ["parallel.expert_parallel=2", "eval.every=0", "checkpoint.every=0", "--nproc", "2"]
+    shared = ["parallel.expert_parallel=2", "eval.every=0", "checkpoint.every=null", "--nproc", "2"]
     job = start("train", config, *shared, f"run.dir={tmp_path / 'a'}", "train.steps=100000")
     other = start("train", config, *shared, f"run.dir={tmp_path / 'b'}", "train.steps=8")
     metrics = tmp_path / "a" / "metrics.jsonl"
@@ -192,7 +197,7 @@ def test_a_rank_lost_in_the_middle_of_an_overlap_ends_all(
     (tmp_path / "sitecustomize.py").write_text(code)
     job = start(
         "train", config, "parallel.ddp.bucket_cap_mb=0.01", "train.global_batch_tokens=96", *layout,
-        "train.steps=1000", "eval.every=0", "checkpoint.every=0", "--nproc", "3",
+        "train.steps=1000", "eval.every=0", "checkpoint.every=null", "--nproc", "3",
         env={"PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     code, output = finish(job, seconds=60)
@@ -203,7 +208,7 @@ def test_a_rank_lost_in_the_middle_of_an_overlap_ends_all(
 
 def test_a_rank_that_sleeps_is_named_after_the_timeout(tmp_path):
     config = write_config(tmp_path)
-    shared = ["run.timeout_seconds=10", "eval.every=0", "checkpoint.every=0", "--nproc", "2"]
+    shared = ["run.timeout_seconds=10", "eval.every=0", "checkpoint.every=null", "--nproc", "2"]
     job = start("train", config, *shared, "train.steps=100000")
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 60

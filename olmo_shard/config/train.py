@@ -56,8 +56,10 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every: int = Field(default=0, ge=0)
-    """Steps between checkpoints, and one at the end; 0 means never, the end included."""
+    every: int | None = Field(default=0, ge=0)
+    """Steps between checkpoints. A checkpoint at the end always follows; 0 saves at the end only,
+    and null saves nothing.
+    """
     keep_last: int | None = Field(default=None, gt=0)
     """Checkpoints to keep; null keeps all."""
     resume: str = "auto"

@@ -1,4 +1,4 @@
-"""The records of a run: a JSON object a step in metrics.jsonl, an evaluation in eval.jsonl."""
+"""The records of a run: a JSON object per step in metrics.jsonl, per evaluation in eval.jsonl."""
 
 import json
 import math
@@ -9,6 +9,8 @@ from olmo_shard.errors import ConfigurationError
 
 FILE = "metrics.jsonl"
 EVAL_FILE = "eval.jsonl"
+CONFIG_FILE = "config.yaml"
+PICTURE = "loss.png"
 
 Record = dict[str, Any]
 """JSON values by name."""

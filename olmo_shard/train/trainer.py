@@ -59,7 +59,7 @@ class Trainer:
                 self._step()
                 if self._due(self.config.eval.every):
                     self._evaluate()
-                if self._due(self.config.checkpoint.every):
+                if self._due_to_save():
                     self._save()
             self._report()
             self.optimizer.data_parallel.wait()
@@ -114,6 +114,12 @@ class Trainer:
     def _due(self, every: int) -> bool:
         step = self.state.step
         return bool(every) and (step % every == 0 or step == self.total_steps)
+
+    def _due_to_save(self) -> bool:
+        every, step = self.config.checkpoint.every, self.state.step
+        if every is None:
+            return False
+        return step == self.total_steps or (every > 0 and step % every == 0)
 
     def _evaluate(self) -> None:
         self._report()

@@ -3,9 +3,7 @@
 from pathlib import Path
 
 from olmo_shard.train.callbacks.base import Callback, RunInfo
-from olmo_shard.train.records import EVAL_FILE, FILE, read_records
-
-PICTURE = "loss.png"
+from olmo_shard.train.records import EVAL_FILE, FILE, PICTURE, read_records
 
 
 class LossCurve(Callback):

@@ -127,6 +127,27 @@ def test_torchrun_and_bare_variables_join_as_ranks(tmp_path):
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
 
 
+def test_ranks_with_another_layout_end_at_once_with_the_field(tmp_path):
+    """Without a launcher: each rank ends by itself, long before the timeout of 600 s."""
+    config = write_config(tmp_path)
+    address = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29714"}
+    processes = [
+        start(
+            "train", config, f"parallel.expert_parallel={4 - 3 * rank}",
+            env=address | {"RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for process in processes:
+        code, output = finish(process, seconds=60)
+        assert code == 2
+        assert (
+            "olmo-shard: the ranks have different configs: parallel.expert_parallel = 4 on rank 0, "
+            "1 on rank 1; start every rank with the same configs"
+        ) in output
+    assert not (tmp_path / "run").exists()
+
+
 def test_two_jobs_at_once_and_one_loses_a_rank(tmp_path):
     """Both take free ports; one loses a rank, ends in seconds and says why; the other goes on."""
     config = write_config(tmp_path)

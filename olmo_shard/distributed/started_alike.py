@@ -5,7 +5,7 @@ follow from the config: ranks with different configs would wait for each other i
 others never make.
 
 [Note: comparison] Rank 0 publishes its values, and every other rank compares them with its own.
-A rank that finds a difference appends a sentence to a shared list. The rank that is counted last
+A rank that finds a difference adds a sentence to a shared list. The rank that is counted last
 publishes the verdict, and all ranks read that. So each rank makes a fixed number of requests,
 whatever the number of ranks.
 """
@@ -56,18 +56,25 @@ def check_started_alike(
     else:
         difference = _difference(json.loads(store.get(_FIRST)), mine, rank)
         if difference:
-            store.append(_DIFFERENCES, json.dumps([rank, difference]) + "\n")
+            number = store.add(_DIFFERENCES, 1)
+            store.set(f"{_DIFFERENCES}/{number}", json.dumps([rank, difference]))
     if store.add(_COUNT, 1) == world_size:
-        found = store.get(_DIFFERENCES) if store.check([_DIFFERENCES]) else b""
-        store.set(_VERDICT, found)
-    verdict = [json.loads(line) for line in store.get(_VERDICT).decode().splitlines()]
+        store.set(_VERDICT, _verdict(store))
+    verdict = store.get(_VERDICT).decode()
     if verdict:
         # Rank 0 may serve the store: it leaves after the others have read the verdict.
         if store.add(_READERS, 1) == world_size:
-            store.set(_ALL_HAVE_READ, b"")
+            store.set(_ALL_HAVE_READ, "")
         if rank == 0:
             store.get(_ALL_HAVE_READ)
-        raise ConfigurationError(min(verdict)[1])
+        raise ConfigurationError(verdict)
+
+
+def _verdict(store: dist.Store) -> str:
+    """The sentence of the lowest rank that found a difference; empty where all ranks agree."""
+    count = store.add(_DIFFERENCES, 0)
+    found = [json.loads(store.get(f"{_DIFFERENCES}/{number + 1}")) for number in range(count)]
+    return min(found)[1] if found else ""
 
 
 def _difference(first: dict[str, Fields], mine: dict[str, Fields], rank: int) -> str | None:

@@ -260,6 +260,7 @@ def test_a_step_read_late_is_still_recorded(tmp_path, main, monkeypatch):
             f"train.steps={steps}",
             "eval.every=0",
             "checkpoint.every=null",
+            "schedule.warmup_steps=1",
         ]
         assert main("train", config, *overrides)[0] == 0
         assert [r["step"] for r in records(run)] == list(range(1, steps + 1))

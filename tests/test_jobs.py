@@ -227,6 +227,22 @@ def test_a_rank_lost_in_the_middle_of_an_overlap_ends_all(
     assert len(records(tmp_path / "run")) <= 2
 
 
+def test_a_rank_that_leaves_with_exit_code_0_is_named(tmp_path):
+    config = write_config(tmp_path)
+    place = {"module": "olmo_shard.parallel", "owner": "reduce", "function": "reduce_scatter_start"}
+    code = SABOTAGE.format(**place, action="os._exit(0)", call=3)
+    (tmp_path / "sitecustomize.py").write_text(code)
+    job = start(
+        "train", config, "train.steps=1000", "--nproc", "2", env={"PYTHONPATH": str(tmp_path)}
+    )
+    code, output = finish(job, seconds=60)
+    assert code == 1, output
+    message = (
+        "rank 1 of 2 failed first: left in the middle of the run with exit code 0; rank 0 says"
+    )
+    assert message in output.splitlines()[-1]
+
+
 def test_a_rank_that_sleeps_is_named_after_the_timeout(tmp_path):
     config = write_config(tmp_path)
     shared = ["run.timeout_seconds=10", "eval.every=0", "checkpoint.every=null", "--nproc", "2"]
@@ -247,7 +263,12 @@ def test_a_rank_that_sleeps_is_named_after_the_timeout(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_ending_the_launcher_ends_its_ranks(tmp_path, number):
     config = write_config(tmp_path)
-    job = start("train", config, "train.steps=100000", "eval.every=0", "--nproc", "2")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    job = start(
+        "train", config, "train.steps=100000", "eval.every=0", "--nproc", "2",
+        env={"TMPDIR": str(temporary)},
+    )  # fmt: skip
     deadline = time.monotonic() + 60
     while len(children(job.pid)) < 2:
         assert time.monotonic() < deadline
@@ -261,3 +282,4 @@ def test_ending_the_launcher_ends_its_ranks(tmp_path, number):
     while any(Path(f"/proc/{pid}").exists() for pid in ranks):
         assert time.monotonic() < deadline, "ranks are left behind"
         time.sleep(0.1)
+    assert not list(temporary.glob("olmo_shard-*"))

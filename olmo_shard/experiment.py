@@ -24,6 +24,7 @@ from olmo_shard.train.callbacks.console import Console, print_summary
 from olmo_shard.train.callbacks.jsonl import JsonLines
 from olmo_shard.train.callbacks.loss_curve import LossCurve
 from olmo_shard.train.callbacks.wandb import WandB
+from olmo_shard.train.precision import describe_precision
 from olmo_shard.train.records import CONFIG_FILE, FILE, Record, read_records
 from olmo_shard.train.start import check_inputs, opened_run, start_from
 from olmo_shard.train.step import TrainStep
@@ -84,6 +85,7 @@ def _describe(
         f"model     {counts.total:,} parameters, {counts.active:,} active per token",
         f"layout    {parallel.mode}, {here.world_size} rank(s) = {here.world_size // ep} ep_dp "
         f"x {ep} ep, {parallel.compute_dtype}, {here.device.type}, {here.threads} thread(s) a rank",
+        describe_precision(parallel),
         f"kernels   {data_parallel.kernels} (parallel.kernels = {parallel.kernels})",
         *([] if connection is None else [f"dispatch  {connection.note}"]),
         f"data      {loader.num_sequences:,} sequences of {config.data.sequence_length} tokens "

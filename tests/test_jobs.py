@@ -13,6 +13,7 @@ from olmo_shard.config import load_config
 from tests.support.commands import children, finish, losses, records, start
 from tests.support.configs import write_config
 from tests.support.wandb_segment import segment_steps
+from tests.support.wandb_server import silent_server
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -119,6 +120,26 @@ def test_prepare_check_train_on_two_ranks_then_resume_twice(tmp_path, main):
     assert f"wandb sync {' '.join(segments)}" in summary
     steps = [step for segment in segments for step in segment_steps(segment)]
     assert steps == list(range(1, 16)), "one axis over all segments"
+
+
+def test_a_tracker_that_never_answers_stops_no_job(tmp_path):
+    """Two ranks whose timeout is shorter than the tracker's own; the other rank waits for none."""
+    config = write_config(tmp_path)
+    with silent_server() as url:
+        job = start(
+            "train", config, "tracking.wandb=auto", "tracking.init_seconds=2",
+            "run.timeout_seconds=60", "eval.every=0", "checkpoint.every=null", "--nproc", "2",
+            env={
+                "WANDB_MODE": "online", "WANDB_API_KEY": "x" * 40, "WANDB_BASE_URL": url,
+                "HOME": str(tmp_path),
+            },
+        )  # fmt: skip
+        code, output = finish(job)
+    assert code == 0, output
+    (segment,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
+    assert segment_steps(segment) == [r["step"] for r in records(tmp_path / "run")]
+    line = f"W&B       offline: {segment} (no answer from {url} within 2 s)"
+    assert output.count(line) == 1, output
 
 
 def test_torchrun_and_bare_variables_join_as_ranks(tmp_path):

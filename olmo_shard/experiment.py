@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from rich.console import Console as RichConsole
 
-from olmo_shard.config import Config, dump_yaml
+from olmo_shard.config import Config, dump_yaml, flat
 from olmo_shard.data.loader import DataLoader, total_steps
 from olmo_shard.data.validation import open_validation
 from olmo_shard.distributed.environment import RankInfo
@@ -26,8 +26,9 @@ from olmo_shard.train.callbacks.expert_map import ExpertMap
 from olmo_shard.train.callbacks.jsonl import JsonLines
 from olmo_shard.train.callbacks.loss_curve import LossCurve
 from olmo_shard.train.callbacks.wandb import WandB
+from olmo_shard.train.precision import describe_precision
 from olmo_shard.train.records import CONFIG_FILE, FILE, Record, read_records
-from olmo_shard.train.start import check_inputs, check_same_config, opened_run, start_from
+from olmo_shard.train.start import check_inputs, opened_run, start_from
 from olmo_shard.train.step import TrainStep
 from olmo_shard.train.trainer import Trainer
 
@@ -38,9 +39,9 @@ def run(config: Config, info: RankInfo | None = None, *, scanned: bool = False) 
     :param info: this rank; null for a run of one process.
     :param scanned: whether whoever started this rank has scanned the data already.
     """
-    with runtime(info, config.run) as here:
+    with runtime(info, config.run, config=flat(config.model_dump())) as here:
+        config.check_world(here.world_size)
         mesh = build_mesh(here, config.parallel.expert_parallel)
-        check_same_config(config, mesh)
         check_inputs(config, mesh, scanned=scanned)
         with opened_run(config, mesh):
             loader = DataLoader(config, here.rank, here.world_size)
@@ -86,6 +87,7 @@ def _describe(
         f"model     {counts.total:,} parameters, {counts.active:,} active per token",
         f"layout    {parallel.mode}, {here.world_size} rank(s) = {here.world_size // ep} ep_dp "
         f"x {ep} ep, {parallel.compute_dtype}, {here.device.type}, {here.threads} thread(s) a rank",
+        describe_precision(parallel),
         f"kernels   {data_parallel.kernels} (parallel.kernels = {parallel.kernels})",
         *([] if connection is None else [f"dispatch  {connection.note}"]),
         f"data      {loader.num_sequences:,} sequences of {config.data.sequence_length} tokens "

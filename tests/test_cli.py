@@ -143,6 +143,7 @@ def test_init_from_starts_a_new_run_from_weights(tmp_path, main):
         (["checkpoint.resume=/nowhere"], r"checkpoint /nowhere: no such checkpoint"),
         (["checkpoint.init_from=/nowhere"], r"checkpoint /nowhere: no such checkpoint"),
         (["train.steps=null", "train.epochs=0.01"], r"less than one step"),
+        (["schedule.warmup_steps=7"], "schedule.warmup_steps = 7 do not fit into 6 steps"),
     ],
 )
 @pytest.mark.parametrize("command", ["train", "check"])
@@ -259,6 +260,7 @@ def test_a_step_read_late_is_still_recorded(tmp_path, main, monkeypatch):
             f"train.steps={steps}",
             "eval.every=0",
             "checkpoint.every=null",
+            "schedule.warmup_steps=1",
         ]
         assert main("train", config, *overrides)[0] == 0
         assert [r["step"] for r in records(run)] == list(range(1, steps + 1))

@@ -169,6 +169,27 @@ def test_torchrun_and_bare_variables_join_as_ranks(tmp_path):
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
 
 
+def test_ranks_with_another_layout_end_at_once_with_the_field(tmp_path):
+    """Without a launcher: each rank ends by itself, long before the timeout of 600 s."""
+    config = write_config(tmp_path)
+    address = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29714"}
+    processes = [
+        start(
+            "train", config, f"parallel.expert_parallel={4 - 3 * rank}",
+            env=address | {"RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for process in processes:
+        code, output = finish(process, seconds=60)
+        assert code == 2
+        assert (
+            "olmo-shard: the ranks have different configs: parallel.expert_parallel = 4 on rank 0, "
+            "1 on rank 1; start every rank with the same configs"
+        ) in output
+    assert not (tmp_path / "run").exists()
+
+
 def test_two_jobs_at_once_and_one_loses_a_rank(tmp_path):
     """Both take free ports; one loses a rank, ends in seconds and says why; the other goes on."""
     config = write_config(tmp_path)
@@ -248,6 +269,22 @@ def test_a_rank_lost_in_the_middle_of_an_overlap_ends_all(
     assert len(records(tmp_path / "run")) <= 2
 
 
+def test_a_rank_that_leaves_with_exit_code_0_is_named(tmp_path):
+    config = write_config(tmp_path)
+    place = {"module": "olmo_shard.parallel", "owner": "reduce", "function": "reduce_scatter_start"}
+    code = SABOTAGE.format(**place, action="os._exit(0)", call=3)
+    (tmp_path / "sitecustomize.py").write_text(code)
+    job = start(
+        "train", config, "train.steps=1000", "--nproc", "2", env={"PYTHONPATH": str(tmp_path)}
+    )
+    code, output = finish(job, seconds=60)
+    assert code == 1, output
+    message = (
+        "rank 1 of 2 failed first: left in the middle of the run with exit code 0; rank 0 says"
+    )
+    assert message in output.splitlines()[-1]
+
+
 def test_a_rank_that_sleeps_is_named_after_the_timeout(tmp_path):
     config = write_config(tmp_path)
     shared = ["run.timeout_seconds=10", "eval.every=0", "checkpoint.every=null", "--nproc", "2"]
@@ -268,7 +305,12 @@ def test_a_rank_that_sleeps_is_named_after_the_timeout(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_ending_the_launcher_ends_its_ranks(tmp_path, number):
     config = write_config(tmp_path)
-    job = start("train", config, "train.steps=100000", "eval.every=0", "--nproc", "2")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    job = start(
+        "train", config, "train.steps=100000", "eval.every=0", "--nproc", "2",
+        env={"TMPDIR": str(temporary)},
+    )  # fmt: skip
     deadline = time.monotonic() + 60
     while len(children(job.pid)) < 2:
         assert time.monotonic() < deadline
@@ -282,3 +324,4 @@ def test_ending_the_launcher_ends_its_ranks(tmp_path, number):
     while any(Path(f"/proc/{pid}").exists() for pid in ranks):
         assert time.monotonic() < deadline, "ranks are left behind"
         time.sleep(0.1)
+    assert not list(temporary.glob("olmo_shard-*"))

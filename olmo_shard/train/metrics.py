@@ -11,7 +11,8 @@ from torch import Tensor
 
 from olmo_shard.config import Config
 from olmo_shard.distributed.traffic import StepTraffic
-from olmo_shard.nn.flops import flops_per_token, peak_flops
+from olmo_shard.nn.flops import flops_per_token
+from olmo_shard.nn.peak import peak_flops
 from olmo_shard.train.records import Record, perplexity
 from olmo_shard.train.state import TrainState
 from olmo_shard.train.step import StepOutput

@@ -5,32 +5,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from olmo_shard.config import Config
-from olmo_shard.distributed import collectives
 from olmo_shard.distributed.agree import on_every_rank, on_first_rank
 from olmo_shard.distributed.mesh import Mesh
-from olmo_shard.errors import ConfigurationError
-from olmo_shard.train.checkpoint_fit import flat
 from olmo_shard.train.earlier_records import set_aside
 from olmo_shard.train.preflight import check_start, preflight, scan_before_training
 from olmo_shard.train.run_folder import choose_checkpoint, describe_saves, open_run
 from olmo_shard.train.trainer import Trainer
-
-
-def check_same_config(config: Config, mesh: Mesh) -> None:
-    """:raises ConfigurationError: naming the first field that differs between ranks; collective."""
-    digests = collectives.gather_objects(config.digest(), mesh.control)
-    if len(set(digests)) == 1:
-        return
-    first, *others = collectives.gather_objects(flat(config.model_dump()), mesh.control)
-    assert isinstance(first, dict)
-    for rank, other in enumerate(others, start=1):
-        assert isinstance(other, dict)
-        for name in sorted(first.keys() | other.keys()):
-            if first.get(name) != other.get(name):
-                raise ConfigurationError(
-                    f"the ranks have different configs: {name} = {first.get(name)!r} on rank 0, "
-                    f"{other.get(name)!r} on rank {rank}"
-                )
 
 
 def check_inputs(config: Config, mesh: Mesh, *, scanned: bool) -> None:

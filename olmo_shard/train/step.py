@@ -237,7 +237,10 @@ class TrainStep:
                 return f"the first value that is not finite is {forward[0]} on rank {rank}"
         for rank, (_, backward) in enumerate(found):
             if backward:
-                return f"the gradient of {backward[0]} is not finite (its shard on rank {rank})"
+                return (
+                    f"the gradient of {backward[0]}, summed over the ranks, is not finite (rank "
+                    f"{rank} owns that part of the sum; any rank may have brought the value in)"
+                )
         return "every rank's gradients are finite, their squares overflow"
 
     def _bias_range(self) -> Tensor:

@@ -24,6 +24,7 @@ def test_each_earlier_start_gets_a_folder_of_its_own(tmp_path: Path) -> None:
     for number in (1, 2):
         write(tmp_path, CONTENT | {"eval.jsonl": f'{{"step": {number}}}\n', "notes.txt": "mine"})
         folder = set_aside(tmp_path)
+        assert folder is not None
         assert folder == tmp_path / f"earlier-{number}"
         assert texts(folder) == CONTENT | {"eval.jsonl": f'{{"step": {number}}}\n'}
         assert texts(tmp_path) == {"notes.txt": "mine"}

@@ -39,3 +39,17 @@ def test_a_second_resume_adds_to_what_the_first_replaced(tmp_path):
 def test_a_new_run_has_nothing_to_move(tmp_path):
     assert rewind(tmp_path, 0) == Rewound()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_move_that_a_kill_cut_short_is_done_once(tmp_path):
+    for _ in range(2):
+        write(tmp_path / "metrics.jsonl", (1, 2, 3))
+        rewind(tmp_path, 2)
+    assert steps(tmp_path / "metrics.replaced.jsonl") == [3]
+
+
+def test_an_event_that_a_kill_cut_short_spoils_no_later_one(tmp_path):
+    path = tmp_path / "events.jsonl"
+    write(path, (0, 9), rest='{"step": 9, "ev')
+    rewind(tmp_path, 2)
+    assert path.read_text() == '{"step": 0}\n{"step": 9}\n'

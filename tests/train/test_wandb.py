@@ -5,6 +5,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from olmo_shard.train.callbacks import RunInfo
 from olmo_shard.train.callbacks.wandb import WandB
 from olmo_shard.train.rewind import Rewound
 from olmo_shard.train.state import TrainState
+from olmo_shard.train.tracking import process
 from tests.support.configs import write_config
 from tests.support.wandb_segment import segment_rows, segment_steps
 from tests.support.wandb_server import WandBServer, closed_port, silent_server, wandb_server
@@ -261,6 +263,17 @@ setup, init, Settings = make("setup", SimpleNamespace(settings=settings)), make(
 """
 
 
+def test_a_client_that_takes_no_message_ends_tracking(tmp_path, monkeypatch):
+    (tmp_path / "wandb.py").write_text("import time; time.sleep(1000)")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(process, "_MOST_MESSAGES", 3)
+    job = Job(tmp_path)
+    tracker = job.start()
+    job.steps(tracker, 1, 9)
+    assert tracker.on_end() == []
+    assert job.printed.count("W&B stopped: 3 messages wait for W&B's client") == 1
+
+
 def test_a_disabled_tracker_says_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     job = Job(tmp_path)
@@ -274,10 +287,11 @@ def test_a_disabled_tracker_says_nothing(tmp_path, monkeypatch):
 def wait_until_opened(tracker: WandB) -> None:
     while tracker._opened is None:
         tracker._tell_news()
+        time.sleep(0.05)
 
 
 def wait_until_gone(pid: int) -> None:
     """A process that has ended may stay as a zombie where no parent collects it."""
     stat = Path(f"/proc/{pid}/stat")
     while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
-        pass
+        time.sleep(0.05)

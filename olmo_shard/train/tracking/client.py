@@ -76,6 +76,7 @@ def _open(request: Request, choice: Choice) -> tuple[Any, Opened]:
         settings=wandb.Settings(
             silent=True,
             console="off",
+            x_stats_pid=os.getppid(),  # memory and GPU figures are rank 0's, not this process's
             # The run's own, shorter bound ends this process first.
             init_timeout=request.init_seconds + 5,
             # This bound comes before the run's: a client that is killed loses what it has not

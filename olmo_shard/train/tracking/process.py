@@ -51,10 +51,12 @@ class TrackerProcess:
 
     def send(self, **message: Any) -> None:
         """Queue a message for the tracker process."""
-        if self._messages.qsize() > _MOST_MESSAGES:
+        if self._ended:
+            return
+        if self._messages.qsize() >= _MOST_MESSAGES:
             self.news.put(f"{_MOST_MESSAGES} messages wait for W&B's client")
             self._kill()
-        elif not self._ended:
+        else:
             self._messages.put(message)
 
     def finish(self, exit_code: int = 0) -> None:

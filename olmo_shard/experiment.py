@@ -21,6 +21,8 @@ from olmo_shard.parallel.apply import parallelize
 from olmo_shard.parallel.shards import ParallelModel
 from olmo_shard.train.callbacks import Callback
 from olmo_shard.train.callbacks.console import Console, print_summary
+from olmo_shard.train.callbacks.events import Events
+from olmo_shard.train.callbacks.expert_map import ExpertMap
 from olmo_shard.train.callbacks.jsonl import JsonLines
 from olmo_shard.train.callbacks.loss_curve import LossCurve
 from olmo_shard.train.callbacks.wandb import WandB
@@ -70,7 +72,7 @@ def run(config: Config, info: RankInfo | None = None, *, scanned: bool = False) 
 
 def _callbacks(config: Config, console: RichConsole) -> list[Callback]:
     tracker: list[Callback] = [] if config.tracking.wandb == "off" else [WandB(console)]
-    return [Console(console), JsonLines(), *tracker, LossCurve()]
+    return [Console(console), Events(), JsonLines(), *tracker, LossCurve(), ExpertMap()]
 
 
 def _describe(

@@ -1,5 +1,6 @@
 """Jobs of several processes, to their end or to a kill; few, since slow. Runs in CI."""
 
+import math
 import os
 import re
 import signal
@@ -11,12 +12,14 @@ import pytest
 from olmo_shard.config import load_config
 from tests.support.commands import children, finish, losses, records, start
 from tests.support.configs import write_config
+from tests.support.wandb_segment import segment_steps
+from tests.support.wandb_server import silent_server
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 FIELDS = {
-    "step", "loss", "grad_norm", "lr", "tokens", "tokens_total", "step_seconds",
+    "step", "loss", "perplexity", "grad_norm", "lr", "tokens", "tokens_total", "step_seconds",
     "tokens_per_second", "mfu", "wire_bytes", "exposed_seconds", "skipped_steps", "memory_bytes",
     "load_max_over_mean",
     "dead_experts", "expert_bias_range", "lb_loss", "router_z_loss",
@@ -92,12 +95,51 @@ def test_prepare_check_train_on_two_ranks_then_resume_twice(tmp_path, main):
         assert record["dropped_routes"] == [0]
         assert record["waited_seconds"][0] <= record["waited_seconds_max"] < record["step_seconds"]
         assert record["waited_least_rank"] in (0, 1)
-    assert [r["step"] for r in records(run, "eval.jsonl")] == [3, 6, 9, 10, 12, 15]
+    evals = records(run, "eval.jsonl")
+    assert [r["step"] for r in evals] == [3, 6, 9, 10, 12, 15]
+    assert [r["tokens_total"] for r in evals] == [256 * r["step"] for r in evals]
+    assert found[-1]["perplexity"] == pytest.approx(math.exp(found[-1]["loss"]))
+    experts = records(run, "experts.jsonl")
+    assert [(r["first_step"], r["step"]) for r in experts] == [(1, 6), (7, 10), (11, 15)]
+    for line in experts:
+        (counts,) = line["counts"]
+        routes = 2 * 256 * (line["step"] - line["first_step"] + 1)
+        assert (line["layers"], len(counts), sum(counts)) == ([1], 4, routes), "top-2 of 4"
+    assert (run / "experts.png").read_bytes().startswith(PNG)
+    resumes = [r for r in records(run, "events.jsonl") if r["event"] == "resume"]
+    assert [(r["step"], r["ranks"], r["expert_parallel"]) for r in resumes] == [
+        (6, 2, 2),
+        (10, 2, 2),
+    ]
+    assert resumes[1]["reason"] == "the start before reached its end, step 10"
+    assert resumes[1]["checkpoint"].endswith("step-00000010")
 
     segments = sorted(str(path) for path in (run / "wandb").glob("offline-run-*"))
     assert len(segments) == 3, "one segment a start, from one rank"
     assert len({segment.rsplit("-", 1)[1] for segment in segments}) == 1, "one run id"
     assert f"wandb sync {' '.join(segments)}" in summary
+    steps = [step for segment in segments for step in segment_steps(segment)]
+    assert steps == list(range(1, 16)), "one axis over all segments"
+
+
+def test_a_tracker_that_never_answers_stops_no_job(tmp_path):
+    """Two ranks whose timeout is shorter than the tracker's own; the other rank waits for none."""
+    config = write_config(tmp_path)
+    with silent_server() as url:
+        job = start(
+            "train", config, "tracking.wandb=auto", "tracking.init_seconds=2",
+            "run.timeout_seconds=60", "eval.every=0", "checkpoint.every=null", "--nproc", "2",
+            env={
+                "WANDB_MODE": "online", "WANDB_API_KEY": "x" * 40, "WANDB_BASE_URL": url,
+                "HOME": str(tmp_path),
+            },
+        )  # fmt: skip
+        code, output = finish(job)
+    assert code == 0, output
+    (segment,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
+    assert segment_steps(segment) == [r["step"] for r in records(tmp_path / "run")]
+    line = f"W&B       offline: {segment} (no answer from {url} within 2 s)"
+    assert output.count(line) == 1, output
 
 
 def test_torchrun_and_bare_variables_join_as_ranks(tmp_path):

@@ -7,8 +7,25 @@ save, for example) must not write over them.
 from pathlib import Path
 
 from olmo_shard.errors import ConfigurationError
-from olmo_shard.train.records import CONFIG_FILE, EVAL_FILE, FILE, PICTURE
+from olmo_shard.train.records import (
+    CONFIG_FILE,
+    EVAL_FILE,
+    EVENTS_FILE,
+    EXPERTS_FILE,
+    EXPERTS_PICTURE,
+    FILE,
+    PICTURE,
+)
+from olmo_shard.train.rewind import STEP_FILES, replaced_file
 
+_FIRST = (
+    CONFIG_FILE,
+    PICTURE,
+    EXPERTS_PICTURE,
+    EXPERTS_FILE,
+    EVENTS_FILE,
+    *(replaced_file(Path(name)).name for name in STEP_FILES),
+)
 _LAST = (EVAL_FILE, FILE)
 """What shows that the folder has records. Moved last, so that a move cut short is done again."""
 
@@ -23,7 +40,7 @@ def set_aside(run_dir: Path) -> Path | None:
         return None
     try:
         folder = _numbered_folder(run_dir)
-        for name in (CONFIG_FILE, PICTURE, *_LAST):
+        for name in (*_FIRST, *_LAST):
             if (run_dir / name).exists():
                 (run_dir / name).rename(folder / name)
     except OSError as error:

@@ -13,7 +13,7 @@ from olmo_shard.config import Config
 from olmo_shard.distributed.traffic import StepTraffic
 from olmo_shard.nn.flops import flops_per_token
 from olmo_shard.nn.peak import peak_flops
-from olmo_shard.train.records import Record
+from olmo_shard.train.records import Record, perplexity
 from olmo_shard.train.state import TrainState
 from olmo_shard.train.step import StepOutput
 
@@ -42,6 +42,9 @@ class StepMeter:
         self._moe_layers = [layer for layer in layers if config.model.is_moe_layer(layer)]
         # FSDP2 waits on streams of its own there, which nobody can time from outside.
         self._times_waits = config.parallel.mode == "ddp" or device.type == "cpu"
+        self._counts_LE: Tensor | None = None
+        """Routes to each expert since the last line of experts.jsonl."""
+        self._counted_from = 0
         self.restart()
 
     def restart(self) -> None:
@@ -56,9 +59,12 @@ class StepMeter:
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         rate = tokens / seconds
+        loss = mean_over(tokens, output.sums.cross_entropy)
+        self._count_experts(pending.step, output.sums.counts_LE)
         return {
             "step": pending.step,
-            "loss": mean_over(tokens, output.sums.cross_entropy),
+            "loss": loss,
+            "perplexity": perplexity(loss),
             "grad_norm": float(output.grad_norm),
             "lr": pending.lr,
             "tokens": tokens,
@@ -73,6 +79,28 @@ class StepMeter:
             **_loads(output, tokens),
             **self._dispatch(output),
         }
+
+    def take_expert_counts(self, step: int) -> Record | None:
+        """A line of experts.jsonl: routes to each expert since the line before.
+
+        :returns: ``None`` for a dense model.
+        """
+        counts_LE, self._counts_LE = self._counts_LE, None
+        if counts_LE is None:
+            return None
+        return {
+            "step": step,
+            "first_step": self._counted_from,
+            "layers": self._moe_layers,
+            "counts": counts_LE.long().tolist(),
+        }
+
+    def _count_experts(self, step: int, counts_LE: Tensor) -> None:
+        if not counts_LE.numel():
+            return
+        if self._counts_LE is None:
+            self._counts_LE, self._counted_from = torch.zeros_like(counts_LE), step
+        self._counts_LE += counts_LE
 
     def _communication(self, traffic: StepTraffic) -> Record:
         """Of this rank: bytes sent, and seconds that computation waited for collectives."""

@@ -8,7 +8,14 @@ import pytest
 from olmo_shard.errors import ConfigurationError
 from olmo_shard.train.earlier_records import set_aside
 
-CONTENT = {"config.yaml": "a: 1\n", "metrics.jsonl": '{"step": 1}\n', "loss.png": "picture"}
+CONTENT = {
+    "config.yaml": "a: 1\n",
+    "metrics.jsonl": '{"step": 1}\n',
+    "loss.png": "picture",
+    **dict.fromkeys(
+        ("events.jsonl", "experts.jsonl", "experts.png", "metrics.replaced.jsonl"), "more"
+    ),
+}
 
 
 def write(folder: Path, content: dict[str, str]) -> None:

@@ -63,7 +63,7 @@ class Console(Callback):
         self._stop()
         return []
 
-    def on_failure(self) -> None:
+    def on_failure(self, error: BaseException) -> None:
         self._stop()
 
     def _stop(self) -> None:

@@ -31,7 +31,7 @@ def draw(run_dir: Path) -> Path:
     axes = figure.add_subplot()
     known = [r for r in steps if r["loss"] is not None]
     axes.plot([r["tokens_total"] for r in known], [r["loss"] for r in known], lw=1, label="train")
-    for name in sorted({key for record in evals for key in record} - {"step"}):
+    for name in sorted({key for record in evals for key in record if key.startswith("eval/")}):
         drawn = [r for r in evals if r["step"] in tokens and r.get(name) is not None]
         axes.plot(
             [tokens[r["step"]] for r in drawn], [r[name] for r in drawn], "o-", ms=4, label=name

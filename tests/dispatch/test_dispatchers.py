@@ -15,8 +15,10 @@ from olmo_shard.dispatch.local import LocalDispatcher
 from olmo_shard.distributed.runtime import Runtime
 from olmo_shard.kernels.expert_layout import expert_layout
 from olmo_shard.kernels.grouped_mlp import grouped_mlp
+from tests.support.close import close
 from tests.support.dispatch import TRANSPORTS, dispatcher
 from tests.support.ranks import mesh_of
+from tests.support.scales import swiglu_scale
 
 WIDTH, HIDDEN = 12, 10
 KINDS = ["uniform", "skewed", "one_hot", "last_rank_only"]
@@ -64,13 +66,16 @@ def routing(
     return topk_idx, torch.rand(tokens, top_k, generator=generator) + 0.1
 
 
-def layer(there: TokenDispatcher, x: Tensor, idx: Tensor, weights: Tensor, experts: Any) -> Tensor:
+def layer(
+    there: TokenDispatcher, x: Tensor, idx: Tensor, weights: Tensor, experts: Any
+) -> tuple[Tensor, Tensor]:
+    """The output, and the routes that were kept."""
     kept = there.admit(idx, weights, torch.ones(len(x), dtype=torch.bool))
     rows = there.finish(there.start(x, kept, weights))
     w_gate_up, w_down = experts
     layout = expert_layout(rows.local_expert_Rm, w_gate_up.shape[0])
     y_RD = grouped_mlp(rows.x_RD, rows.weights_Rm, w_gate_up, w_down, layout)
-    return there.combine(y_RD, rows.handle)
+    return there.combine(y_RD, rows.handle), kept
 
 
 def equality_case(rank: Runtime, case: Case) -> None:
@@ -89,7 +94,7 @@ def equality_case(rank: Runtime, case: Case) -> None:
         max_tokens=max(case.tokens),
         capacity_factor=case.capacity_factor,
     ) as there:
-        out = layer(there, shaped(x, case.layout), idx, weights, experts)
+        out, _ = layer(there, shaped(x, case.layout), idx, weights, experts)
         out.backward(shaped(dout, case.layout))
         compare_with_local(rank, case, (out, x, weights, experts), own)
         del out
@@ -100,21 +105,28 @@ def compare_with_local(
 ) -> None:
     out, x, weights, experts = found
     whole = [w.requires_grad_() for w in case.expert_weights()]
+    expert_scales = [torch.zeros(w.shape, dtype=torch.float64) for w in whole]
     for other in range(rank.world_size):
         x_ref, dout, idx, weights_ref = (each.clone() for each in case.inputs(other))
         x_ref.requires_grad_()
         weights_ref.requires_grad_()
         local = LocalDispatcher(case.experts, case.capacity_factor)
         x_used = shaped(x_ref, case.layout).contiguous()
-        out_ref = layer(local, x_used, idx, weights_ref, whole)
-        out_ref.backward(shaped(dout, case.layout).contiguous())
+        dout_used = shaped(dout, case.layout).contiguous()
+        out_ref, kept = layer(local, x_used, idx, weights_ref, whole)
+        out_ref.backward(dout_used)
+        scale = swiglu_scale(x_used, kept, weights_ref, *whole, dout_used)
+        for total, part in zip(expert_scales, scale[3:], strict=True):
+            total += part
         if other == rank.rank:
-            close(out, out_ref)
-            close(x.grad, x_ref.grad)
-            close(weights.grad, weights_ref.grad)
-    for mine, reference in zip(experts, whole, strict=True):
+            (x_scale,) = torch.autograd.grad(x_used, x_ref, scale.x_TD.float(), allow_unused=True)
+            close(out, out_ref, scale=scale.y_TD)
+            close(x.grad, x_ref.grad, scale=x_scale)
+            close(weights.grad, weights_ref.grad, scale=scale.weights_TK)
+    for mine, reference, scale in zip(experts, whole, expert_scales, strict=True):
         assert reference.grad is not None
-        close(mine.grad, reference.grad[own.start : own.stop])
+        here = slice(own.start, own.stop)
+        close(mine.grad, reference.grad[here], scale=scale[here])
 
 
 def shaped(rows: Tensor, layout: str) -> Tensor:
@@ -126,14 +138,6 @@ def shaped(rows: Tensor, layout: str) -> Tensor:
     if layout == "sliced":
         return torch.cat([rows, rows], dim=1)[:, ::2]
     return rows
-
-
-def close(found: Tensor | None, expected: Tensor | None) -> None:
-    assert found is not None
-    assert expected is not None
-    if expected.numel():
-        peak = max(1e-9, expected.abs().max().item())
-        assert (found - expected).abs().max().item() <= 1e-6 * peak
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -29,6 +29,8 @@ from torch import Tensor
 class Bars(NamedTuple):
     """The bars of a type in which a computation runs."""
 
+    rounding: float
+    """Largest relative error of one rounding: half the spacing."""
     sums: float
     """Largest error of a sum, over the sum of the absolute values of its terms."""
     training: float
@@ -36,9 +38,9 @@ class Bars(NamedTuple):
 
 
 BARS = {
-    torch.float64: Bars(sums=4 * 2.0**-52, training=1e-12),
-    torch.float32: Bars(sums=4 * 2.0**-23, training=1e-5),
-    torch.bfloat16: Bars(sums=2 * 2.0**-7, training=2e-2),
+    torch.float64: Bars(2.0**-53, sums=4 * 2.0**-52, training=1e-12),
+    torch.float32: Bars(2.0**-24, sums=4 * 2.0**-23, training=1e-5),
+    torch.bfloat16: Bars(2.0**-8, sums=2 * 2.0**-7, training=2e-2),
 }
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from olmo_shard.distributed.runtime import Runtime
+from tests.support.close import same_figures, same_weights
 from tests.support.tiny import SEQUENCES, assemble, build, figures, model_config, owned, train
 
 STEPS = 20
@@ -50,20 +51,11 @@ def compare(ranks: Any, size: int, model, parallel, optim, micro: int, lr: float
     parts = ranks(size).run(run_case, model, parallel, optim, micro, lr)
     expected, found = whole[0][0], parts[0][0]
     assert all(part[0] == found for part in parts), "ranks report different figures"
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=0)
+    same_figures(found, expected)
     assert all(part[2] == parts[0][2] for part in parts), "router biases differ between ranks"
     assert parts[0][2] == whole[0][2], "router biases differ from those of one rank"
     expected_weights, weights = assemble([whole[0][1]]), assemble([part[1] for part in parts])
-    assert weights.keys() == expected_weights.keys()
-    for name, weight in weights.items():
-        peak = expected_weights[name].abs().max().item()
-        torch.testing.assert_close(
-            weight,
-            expected_weights[name],
-            rtol=0,
-            atol=1e-5 * peak,
-            msg=lambda m, n=name: f"{n}: {m}",
-        )
+    same_weights(weights, expected_weights)
 
 
 LAYOUTS = [
@@ -94,9 +86,8 @@ def test_sgd_weights_equal_those_of_one_rank(ranks, size, parallel, micro):
 
 @pytest.mark.parametrize(("size", "parallel", "micro"), [LAYOUTS[4], LAYOUTS[10], LAYOUTS[15]])
 def test_adamw_losses_equal_those_of_one_rank(ranks, size, parallel, micro):
-    expected = torch.tensor(one_rank(ranks, {}, ADAMW, 3e-3)[0][0])
     found = ranks(size).run(run_case, {}, parallel, ADAMW, micro, 3e-3)
-    torch.testing.assert_close(torch.tensor(found[0][0]), expected, rtol=1e-5, atol=0)
+    same_figures(found[0][0], one_rank(ranks, {}, ADAMW, 3e-3)[0][0])
 
 
 ROUTERS = [
@@ -166,7 +157,7 @@ def test_capacity_does_not_depend_on_the_ep_degree(ranks, factor):
     for layout in layouts[1:]:
         found, dropped = ranks(4).run(capacity_case, {"capacity_factor": factor, **layout})[0]
         assert dropped == drops
-        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=0)
+        same_figures(found, expected)
 
 
 def parity_case(rank: Runtime, parallel: dict[str, Any]) -> list[tuple[float, float]]:
@@ -175,10 +166,9 @@ def parity_case(rank: Runtime, parallel: dict[str, Any]) -> list[tuple[float, fl
 
 
 def test_fifty_steps_follow_those_of_one_expert_group(ranks):
-    expected = torch.tensor(ranks(4).run(parity_case, {})[0])
+    expected = ranks(4).run(parity_case, {})[0]
     for layout in ({"expert_parallel": 4}, {"expert_parallel": 2, "mode": "fsdp"}):
-        found = torch.tensor(ranks(4).run(parity_case, {"dispatch": "rowwise", **layout})[0])
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+        same_figures(ranks(4).run(parity_case, {"dispatch": "rowwise", **layout})[0], expected)
 
 
 def bf16_case(rank: Runtime, mode: str) -> tuple[list[tuple[float, float]], set[str]]:
@@ -197,14 +187,14 @@ def test_bf16_is_the_same_in_both_modes(ranks):
     (ddp, ddp_types), (fsdp, fsdp_types) = (ranks(4).run(bf16_case, m)[0] for m in ("ddp", "fsdp"))
     assert ddp_types == fsdp_types == {"torch.float32"}
     assert ddp[0][0] == fsdp[0][0]
-    assert fsdp[0][1] == pytest.approx(ddp[0][1], rel=1e-5)
-    torch.testing.assert_close(torch.tensor(fsdp), torch.tensor(ddp), rtol=2e-2, atol=0)
+    same_figures(fsdp[0], ddp[0])
+    same_figures(fsdp, ddp, torch.bfloat16)
 
 
 def test_bf16_follows_fp32(ranks):
     """Trunk and head see the same divisor: the norm is within bf16's rounding of FP32's."""
     (found, _), expected = ranks(4).run(bf16_case, "ddp")[0], one_rank(ranks, {}, SGD, 0.05)[0][0]
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected[:3]), rtol=2e-2, atol=0)
+    same_figures(found, expected[:3], torch.bfloat16)
 
 
 def test_tied_embeddings(ranks):
@@ -236,11 +226,10 @@ def compile_case(rank: Runtime, parallel: dict[str, Any]) -> tuple[list[tuple[fl
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_compile_gives_the_same_losses_and_compiles_once(ranks, mode, dtype):
     layout = {"mode": mode, "expert_parallel": 2, "activation_checkpointing": "full"}
-    expected = torch.tensor(one_rank(ranks, {}, SGD, 0.05)[0][0])
+    expected = one_rank(ranks, {}, SGD, 0.05)[0][0]
     compiled = layout | {"compile": True, "compute_dtype": dtype}
     found, graphs = ranks(2).run(compile_case, compiled)[0]
-    rtol = 1e-5 if dtype == "float32" else 5e-2
-    torch.testing.assert_close(torch.tensor(found), expected, rtol=rtol, atol=0)
+    same_figures(found, expected, getattr(torch, dtype))
     # Attention, the dense feed-forward, the shared expert: the same for every layer and step.
     assert graphs == 3
 

@@ -39,6 +39,7 @@ class Bars(NamedTuple):
 
 BARS = {
     torch.float64: Bars(2.0**-53, sums=4 * 2.0**-52, training=1e-12),
+    torch.float16: Bars(2.0**-11, sums=2 * 2.0**-10, training=2e-2),
     torch.float32: Bars(2.0**-24, sums=4 * 2.0**-23, training=1e-5),
     torch.bfloat16: Bars(2.0**-8, sums=2 * 2.0**-7, training=2e-2),
 }

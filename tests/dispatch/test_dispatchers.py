@@ -18,7 +18,7 @@ from olmo_shard.kernels.grouped_mlp import grouped_mlp
 from tests.support.close import close
 from tests.support.dispatch import TRANSPORTS, dispatcher
 from tests.support.ranks import mesh_of
-from tests.support.scales import swiglu_scale
+from tests.support.scales import SwigluScale, swiglu_scale
 
 WIDTH, HIDDEN = 12, 10
 KINDS = ["uniform", "skewed", "one_hot", "last_rank_only"]
@@ -49,6 +49,23 @@ class Case:
         shapes = ((self.experts, 2 * HIDDEN, WIDTH), (self.experts, WIDTH, HIDDEN))
         return [torch.randn(shape, generator=generator) * 0.3 for shape in shapes]
 
+    def scale(self, rank: int, x_layout: str) -> SwigluScale:
+        """Scales of a rank's output and gradients; those of the experts are this rank's part."""
+        x, dout, idx, weights = self.inputs(rank)
+        local = LocalDispatcher(self.experts, self.capacity_factor)
+        kept = local.admit(idx, weights, torch.ones(len(x), dtype=torch.bool))
+        x_used = shaped(x.requires_grad_(), x_layout).contiguous()
+        dout_used = shaped(dout, self.layout)
+        w_gate_up, w_down = self.expert_weights()
+        found = swiglu_scale(x_used, kept, weights, w_gate_up, w_down, dout_used)
+        (x_scale,) = torch.autograd.grad(x_used, x, found.x_TD.float())
+        return found._replace(x_TD=x_scale)
+
+    def expert_scales(self, x_layout: str) -> list[Tensor]:
+        """Scales of the gradients of all experts' matrices: the parts of all ranks."""
+        parts = [self.scale(rank, x_layout)[3:] for rank in range(len(self.tokens))]
+        return [torch.stack(each).sum(dim=0) for each in zip(*parts, strict=True)]
+
 
 def routing(
     kind: str, rank: int, tokens: int, top_k: int, experts: int = 8
@@ -66,16 +83,13 @@ def routing(
     return topk_idx, torch.rand(tokens, top_k, generator=generator) + 0.1
 
 
-def layer(
-    there: TokenDispatcher, x: Tensor, idx: Tensor, weights: Tensor, experts: Any
-) -> tuple[Tensor, Tensor]:
-    """The output, and the routes that were kept."""
+def layer(there: TokenDispatcher, x: Tensor, idx: Tensor, weights: Tensor, experts: Any) -> Tensor:
     kept = there.admit(idx, weights, torch.ones(len(x), dtype=torch.bool))
     rows = there.finish(there.start(x, kept, weights))
     w_gate_up, w_down = experts
     layout = expert_layout(rows.local_expert_Rm, w_gate_up.shape[0])
     y_RD = grouped_mlp(rows.x_RD, rows.weights_Rm, w_gate_up, w_down, layout)
-    return there.combine(y_RD, rows.handle), kept
+    return there.combine(y_RD, rows.handle)
 
 
 def equality_case(rank: Runtime, case: Case) -> None:
@@ -94,7 +108,7 @@ def equality_case(rank: Runtime, case: Case) -> None:
         max_tokens=max(case.tokens),
         capacity_factor=case.capacity_factor,
     ) as there:
-        out, _ = layer(there, shaped(x, case.layout), idx, weights, experts)
+        out = layer(there, shaped(x, case.layout), idx, weights, experts)
         out.backward(shaped(dout, case.layout))
         compare_with_local(rank, case, (out, x, weights, experts), own)
         del out
@@ -105,27 +119,23 @@ def compare_with_local(
 ) -> None:
     out, x, weights, experts = found
     whole = [w.requires_grad_() for w in case.expert_weights()]
-    expert_scales = [torch.zeros(w.shape, dtype=torch.float64) for w in whole]
     for other in range(rank.world_size):
         x_ref, dout, idx, weights_ref = (each.clone() for each in case.inputs(other))
         x_ref.requires_grad_()
         weights_ref.requires_grad_()
         local = LocalDispatcher(case.experts, case.capacity_factor)
         x_used = shaped(x_ref, case.layout).contiguous()
-        dout_used = shaped(dout, case.layout).contiguous()
-        out_ref, kept = layer(local, x_used, idx, weights_ref, whole)
-        out_ref.backward(dout_used)
-        scale = swiglu_scale(x_used, kept, weights_ref, *whole, dout_used)
-        for total, part in zip(expert_scales, scale[3:], strict=True):
-            total += part
+        out_ref = layer(local, x_used, idx, weights_ref, whole)
+        out_ref.backward(shaped(dout, case.layout).contiguous())
         if other == rank.rank:
-            (x_scale,) = torch.autograd.grad(x_used, x_ref, scale.x_TD.float(), allow_unused=True)
+            scale = case.scale(other, case.layout)
             close(out, out_ref, scale=scale.y_TD)
-            close(x.grad, x_ref.grad, scale=x_scale)
+            close(x.grad, x_ref.grad, scale=scale.x_TD)
             close(weights.grad, weights_ref.grad, scale=scale.weights_TK)
-    for mine, reference, scale in zip(experts, whole, expert_scales, strict=True):
+    here = slice(own.start, own.stop)
+    scales = case.expert_scales(case.layout)
+    for mine, reference, scale in zip(experts, whole, scales, strict=True):
         assert reference.grad is not None
-        here = slice(own.start, own.stop)
         close(mine.grad, reference.grad[here], scale=scale[here])
 
 

@@ -96,7 +96,7 @@ CASES = [(1, "bfloat16", 0.0), (BLOCK, None, 0.0), (3 * BLOCK + 17, "bfloat16", 
 
 def by_kernel(_: Any, numel: int, model: str | None, skip: float) -> dict[str, float]:
     """Errors of two steps by the kernel against two by the reference, as shares of the bars."""
-    dtype = model and getattr(torch, model)
+    dtype = getattr(torch, model) if model else None
     kernel, reference = random_tensors(numel, dtype), random_tensors(numel, dtype)
     scale = adamw_scale(kernel, RATES.lr)
     rates = RATES._replace(eps=1e-8, beta2=0.9999)

@@ -23,7 +23,7 @@ def test_losses_and_gradients_equal_those_of_torch(chunk, z_weight):
     cross_entropy = F.cross_entropy(logits, labels, reduction="sum")
     z_loss = (logits.logsumexp(dim=1).square() * (labels != IGNORE_INDEX)).sum()
     ((cross_entropy + z_weight * z_loss) / 17).backward()
-    # The error of a token's loss is that of its logits; z-loss multiplies it by twice the logsumexp.
+    # A token's loss has the error of its logits; z-loss multiplies it by twice the logsumexp.
     labelled = (labels != IGNORE_INDEX)[:, None]
     logits_scale = products(h, w.T).amax(dim=1, keepdim=True) * labelled
     lse = logits.detach().logsumexp(dim=1, keepdim=True)

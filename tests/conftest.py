@@ -2,6 +2,7 @@
 the numeric part.
 """
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from olmo_shard import cli
-from tests.support.cpu_kernels import describe
+from tests.support.cpu_kernels import compile_cache, describe
 from tests.support.ranks import RankGroup
 
 NUMERIC = (
@@ -39,6 +40,10 @@ NUMERIC = (
 """The files and folders whose tests compare floating-point numbers. ``make test-slow`` runs them
 again with other CPU kernels, which add in other orders.
 """
+
+
+def pytest_configure() -> None:
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compile_cache()))
 
 
 def pytest_report_header() -> str:

@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import torch
 
@@ -25,6 +27,16 @@ def describe() -> str:
     given = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
     capability = torch.backends.cpu.get_cpu_capability()
     return f"CPU kernels: {capability}, torch {torch.__version__}, {' '.join(given) or 'as found'}"
+
+
+def compile_cache() -> Path:
+    """A folder for the code that torch.compile generates, for this set of kernels.
+
+    torch finds generated code again by the traced operations alone: code with vector instructions
+    of one set would be built with the flags of another, and not compile.
+    """
+    user, capability = os.getuid(), torch.backends.cpu.get_cpu_capability()
+    return Path(tempfile.gettempdir()) / f"olmo_shard-tests-{user}" / f"compiled-{capability}"
 
 
 def probed() -> dict[str, str]:

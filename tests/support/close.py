@@ -13,7 +13,8 @@ such a result holds on one machine and breaks on the next. Hence:
   computation itself, run on absolute values (``swiglu_scale`` in ``tests/support/scales.py``).
 - ``same_figures`` and ``same_weights`` compare training runs, relative to the result. A loss is a
   mean of positive terms, a gradient norm is a sum of squares, and a weight tensor is its start
-  plus far smaller updates: none of them cancels, so result and operands have one scale.
+  plus far smaller updates: none of them cancels, so result and operands have one scale. Routing is
+  not continuous: such runs have no near ties (``tests/support/ties.py``).
 
 n is not a factor of the bars: rounding errors have both signs, and the sums here have at most a
 few hundred terms, so errors stay within a few eps of the scale.

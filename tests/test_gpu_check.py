@@ -62,6 +62,7 @@ def rows_of(path: Path) -> dict[str, list[Any]]:
     }
 
 
+@pytest.mark.slow
 def test_on_a_cpu_everything_passes_and_nothing_is_measured(tmp_path, capfd):
     assert (
         gpu_check.main(["--device", "cpu", "--parts", "abc", "--json", f"{tmp_path}/x.json"]) == 0
@@ -79,6 +80,7 @@ def test_on_a_cpu_everything_passes_and_nothing_is_measured(tmp_path, capfd):
     assert document["date"]
 
 
+@pytest.mark.slow
 def test_what_fails_is_reported_and_the_rest_runs(tmp_path, capfd, monkeypatch):
     program = tmp_path / "part.py"
     program.write_text(BROKEN.format(scripts=str(SCRIPTS)))

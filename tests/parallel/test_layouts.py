@@ -183,6 +183,7 @@ def parity_case(rank: Runtime, parallel: dict[str, Any]) -> tuple[list[Any], flo
     return found, margins.smallest
 
 
+@pytest.mark.slow
 def test_fifty_steps_follow_those_of_one_expert_group(ranks):
     whole = ranks(4).run(parity_case, {})
     assert_no_near_tie(min(margin for _, margin in whole))
@@ -245,6 +246,7 @@ def compile_case(rank: Runtime, parallel: dict[str, Any]) -> tuple[list[tuple[fl
     return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_compile_gives_the_same_losses_and_compiles_once(ranks, mode, dtype):

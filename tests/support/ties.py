@@ -18,8 +18,9 @@ from torch.nn.modules.module import register_module_forward_hook
 from olmo_shard.nn.router import Router
 
 NEAR_TIE = 1e-6
-"""Scores are below 1, and their rounding errors are some 1e-8 at the start of a run. The errors grow
-as the weights part."""
+"""Scores are below 1. Their rounding errors are some 1e-8 at the start of a run and grow as the
+weights of two runs part.
+"""
 
 
 class Margins:

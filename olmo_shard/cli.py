@@ -105,7 +105,6 @@ def train(
                 f"{info.rank} of {info.world_size}: drop --nproc, or unset RANK and WORLD_SIZE "
                 "(under srun: SLURM_STEP_NUM_TASKS)"
             )
-        loaded.check_world(info.world_size)
         for note in info.notes:
             print(note)
         _run_rank(loaded, info)

@@ -14,6 +14,7 @@ from olmo_shard.dispatch.mailbox import MailboxLayout
 from olmo_shard.distributed.host_memory import available_memory, in_units
 from olmo_shard.errors import DataError, HeapError
 from olmo_shard.kernels.backend import Backend, choose_backend
+from olmo_shard.optim.schedule import check_schedule
 from olmo_shard.parallel.connection import check_rowwise_here, mailbox_layout, refusal
 from olmo_shard.parallel.gpu_mailbox import check_gpu_memory
 from olmo_shard.parallel.host_mailbox import check_memory
@@ -39,13 +40,14 @@ def preflight(config: Config, world_size: int) -> list[TokenFile]:
 
 
 def check_start(config: Config) -> None:
-    """Whether the run can begin, or go on, from where it is told to.
+    """Whether the run can begin, or go on, from where it is told to, to an end that fits.
 
-    :raises OlmoShardError: where a checkpoint is missing or does not fit, or nothing is left to
-        train.
+    :raises OlmoShardError: where a checkpoint is missing or does not fit, the schedule does not fit
+        into the run, or nothing is left to train.
     """
     sources = open_sources(config.data.named_sources(), config.data, config.model.vocab_size)
     steps = total_steps(config, sum(source.num_sequences for source in sources))
+    check_schedule(steps, config.schedule)
     path = choose_checkpoint(config)
     if path is not None:
         check_something_left(path, steps)

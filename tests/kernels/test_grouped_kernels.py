@@ -181,6 +181,38 @@ def test_a_rows_result_does_not_depend_on_its_company(interpreted, dtype):
     assert interpreted(1).run(rows_alone_and_among_others, dtype) == [True]
 
 
+def index_and_gathered_rows(_: Any, side: str, dtype: torch.dtype) -> tuple[bool, float]:
+    """Whether rows read by index give the bits that a copy of these rows gives; their error."""
+    # Blocks hold 32 or 64 pairs: less than one, exactly one, two, several and a rest, none.
+    counts = [5, 32, 0, 64, 131, 0, 1]
+    offsets = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(40, 36, generator=generator).to(dtype)
+    other = torch.randn(sum(counts), 20, generator=generator).to(dtype)
+    index_P = torch.randint(40, (sum(counts),), generator=generator)
+    # Behind the last pair the index names no row, as launches of a static size have it.
+    index = {f"{side}_index_P": torch.cat([index_P, index_P.new_full((70,), -1)])}
+
+    def wgrad(function: Any, rows: Tensor, **index: Tensor) -> Tensor:
+        left, right = (rows, other) if side == "left" else (other, rows)
+        dw = torch.full((len(counts), left.shape[1], right.shape[1]), 0.5)
+        function(left, right, offsets, dw, add=True, **index)
+        return dw
+
+    found = wgrad(grouped_wgrad, rows, **index)
+    gathered = wgrad(grouped_wgrad, rows[index_P])
+    return torch.equal(found, gathered), error(found, wgrad(grouped_wgrad_ref, rows[index_P]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_weight_gradients_by_index_are_those_of_gathered_rows(interpreted, side, dtype):
+    """To the last bit: the index carried through the loop names the rows of the step at hand."""
+    ((equal, largest),) = interpreted(1).run(index_and_gathered_rows, side, dtype)
+    assert equal
+    assert largest <= TOLERANCE[dtype]
+
+
 def far_rows(_: Any) -> list[float]:
     """Row 524,288 of width 4,096 starts at element 2^31."""
     row, width, hidden = 2**31 // 4096, 4096, 16

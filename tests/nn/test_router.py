@@ -185,5 +185,14 @@ def test_a_skipped_step_moves_neither_bias_nor_counts():
     assert made.lagged_counts.tolist() == [0.0] * 4
 
 
+def test_a_bias_set_by_hand_keeps_its_bits_without_loss_free_balancing():
+    """Its mean is 2: with a gamma of 0 nothing may take the mean off."""
+    made = router(bias_gamma=0.0)
+    made.expert_bias.copy_(torch.tensor([5.0, 1.0, 1.0, 1.0]))
+    update_after_step([made], torch.tensor([[10, 0, 2, 4]]), torch.tensor(True))
+    assert made.expert_bias.tolist() == [5.0, 1.0, 1.0, 1.0]
+    assert made.lagged_counts.tolist() == [10, 0, 2, 4]
+
+
 def test_ignore_index_is_what_torch_uses():
     assert torch.nn.CrossEntropyLoss().ignore_index == IGNORE_INDEX

@@ -74,6 +74,7 @@ def rows_of(path: Path) -> dict[str, list[Any]]:
     }
 
 
+@pytest.mark.slow
 def test_on_a_cpu_everything_passes_and_nothing_is_measured(tmp_path) -> None:
     """With torch and Triton alone: part d names the packages that it lacks, the others run."""
     environ = without(tmp_path, "pydantic", "ruamel", "einops", "rich", "typer")
@@ -109,6 +110,7 @@ def test_on_a_cpu_everything_passes_and_nothing_is_measured(tmp_path) -> None:
     assert document["date"]
 
 
+@pytest.mark.slow
 def test_what_fails_is_reported_and_the_rest_runs(tmp_path, capfd, monkeypatch):
     program = tmp_path / "part.py"
     program.write_text(BROKEN.format(scripts=str(SCRIPTS)))

@@ -233,6 +233,7 @@ if os.environ.get("RANK") == "1":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "owner", "function", "layout"),
     [
@@ -269,6 +270,7 @@ def test_a_rank_lost_in_the_middle_of_an_overlap_ends_all(
     assert len(records(tmp_path / "run")) <= 2
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_with_exit_code_0_is_named(tmp_path):
     config = write_config(tmp_path)
     place = {"module": "olmo_shard.parallel", "owner": "reduce", "function": "reduce_scatter_start"}
@@ -285,6 +287,7 @@ def test_a_rank_that_leaves_with_exit_code_0_is_named(tmp_path):
     assert message in output.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_rank_that_sleeps_is_named_after_the_timeout(tmp_path):
     config = write_config(tmp_path)
     shared = ["run.timeout_seconds=10", "eval.every=0", "checkpoint.every=null", "--nproc", "2"]

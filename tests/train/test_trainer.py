@@ -14,6 +14,7 @@ from olmo_shard.optim.sharded import DistributedOptimizer
 from olmo_shard.parallel.apply import parallelize
 from olmo_shard.train.evaluate import evaluate
 from olmo_shard.train.state import seed_step
+from tests.support.close import same_figures
 from tests.support.configs import write_config
 from tests.support.ranks import mesh_of
 from tests.support.tiny import build, meta_model, model_config, train
@@ -39,7 +40,7 @@ def test_validation_loss_is_the_same_mean_on_any_number_of_ranks(ranks, tmp_path
     path = str(write_config(tmp_path))
     (expected,) = ranks(1).run(evaluate_case, path, [])
     for found in ranks(size).run(evaluate_case, path, overrides):
-        assert found["held_out"] == pytest.approx(expected["held_out"], rel=1e-6)
+        same_figures(found["held_out"], expected["held_out"])
 
 
 def leftovers_case(rank: Runtime) -> tuple[int, int]:

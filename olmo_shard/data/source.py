@@ -21,7 +21,7 @@ class SequenceSource:
 
     def __init__(self, files: list[TokenFile], sequence_length: int, vocab_size: int) -> None:
         self.files, self.length = files, sequence_length
-        self.bounds = [min(vocab_size, file.vocab_size or vocab_size) for file in files]
+        self.bounds = [file.bound(vocab_size) for file in files]
         self._ids = [file.ids() for file in files]
         counts = [(len(ids) - 1) // sequence_length for ids in self._ids]
         self._ends = np.cumsum(counts)
@@ -91,7 +91,7 @@ def source_seed(seed: int, name: str) -> int:
 
 
 def _problem(file: TokenFile, data: DataConfig, vocab_size: int) -> str | None:
-    problem = file.size_problem() or file.head_problem()
+    problem = file.size_problem() or file.head_problem(vocab_size)
     if problem:
         return problem
     if file.num_tokens() <= data.sequence_length:

@@ -112,7 +112,7 @@ def scan(files: list[TokenFile], vocab_size: int) -> None:
         changed since it was written.
     """
     console = Console(stderr=True)
-    unique = list({(file.path, file.dtype): file for file in files}.values())
+    unique = list(dict.fromkeys(files))
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("scan ids", total=sum(file.num_tokens() for file in unique))
         found = [

@@ -7,7 +7,8 @@ import torch
 from rich.console import Console as RichConsole
 
 from olmo_shard.config import Config, dump_yaml
-from olmo_shard.data.loader import DataLoader, total_steps
+from olmo_shard.data.coverage import describe_data, describe_end
+from olmo_shard.data.loader import DataLoader
 from olmo_shard.data.validation import open_validation
 from olmo_shard.distributed.environment import RankInfo
 from olmo_shard.distributed.mesh import build_mesh
@@ -25,7 +26,13 @@ from olmo_shard.train.callbacks.jsonl import JsonLines
 from olmo_shard.train.callbacks.loss_curve import LossCurve
 from olmo_shard.train.callbacks.wandb import WandB
 from olmo_shard.train.records import FILE, Record, read_records
-from olmo_shard.train.start import check_inputs, check_same_config, opened_run, start_from
+from olmo_shard.train.start import (
+    check_inputs,
+    check_same_config,
+    check_same_data,
+    opened_run,
+    start_from,
+)
 from olmo_shard.train.step import TrainStep
 from olmo_shard.train.trainer import Trainer
 
@@ -40,10 +47,10 @@ def run(config: Config, info: RankInfo | None = None, *, scanned: bool = False) 
         mesh = build_mesh(here, config.parallel.expert_parallel)
         check_same_config(config, mesh)
         check_inputs(config, mesh, scanned=scanned)
+        check_same_data(config, mesh.control)
         with opened_run(config, mesh):
             loader = DataLoader(config, here.rank, here.world_size)
             validation = open_validation(config)
-            steps = total_steps(config, loader.num_sequences)
 
             with torch.device("meta"):
                 model = Transformer(config.model)
@@ -56,11 +63,11 @@ def run(config: Config, info: RankInfo | None = None, *, scanned: bool = False) 
 
             console = RichConsole(highlight=False, soft_wrap=True)
             callbacks = _callbacks(config, console) if here.rank == 0 else []
-            trainer = Trainer(config, mesh, loader, validation, step, steps, callbacks)
+            trainer = Trainer(config, mesh, loader, validation, step, callbacks)
             started = start_from(config, trainer, mesh)
             if here.rank == 0:
                 (trainer.run_dir / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
-            notes = _describe(config, here, loader, steps, data_parallel)
+            notes = _describe(trainer, here, data_parallel)
             lines = trainer.fit([*notes, started])
             data_parallel.close()
             if here.rank == 0:
@@ -72,10 +79,9 @@ def _callbacks(config: Config, console: RichConsole) -> list[Callback]:
     return [Console(console), JsonLines(), *tracker, LossCurve()]
 
 
-def _describe(
-    config: Config, here: Runtime, loader: DataLoader, steps: int, data_parallel: ParallelModel
-) -> list[str]:
+def _describe(trainer: Trainer, here: Runtime, data_parallel: ParallelModel) -> list[str]:
     """What was chosen, for the log."""
+    config, loader, step = trainer.config, trainer.loader, trainer.state.step
     parallel, train, connection = config.parallel, config.train, data_parallel.connection
     counts = parameter_counts(config.model)
     ep = parallel.expert_parallel
@@ -86,11 +92,11 @@ def _describe(
         f"x {ep} ep, {parallel.compute_dtype}, {here.device.type}, {here.threads} thread(s) a rank",
         f"kernels   {data_parallel.kernels} (parallel.kernels = {parallel.kernels})",
         *([] if connection is None else [f"dispatch  {connection.note}"]),
-        f"data      {loader.num_sequences:,} sequences of {config.data.sequence_length} tokens "
-        "an epoch",
+        *describe_data(loader, step),
         f"batch     {train.global_batch_tokens} tokens = {here.world_size} rank(s) x "
         f"{config.num_microbatches(here.world_size)} micro-batch(es) x {train.micro_batch_tokens}",
-        f"schedule  {describe_schedule(config.optim.lr, steps, config.schedule)}; {steps} steps",
+        f"schedule  {describe_schedule(config.optim.lr, trainer.total_steps, config.schedule)}; "
+        f"{describe_end(loader, step)}",
     ]
 
 

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from glob import glob, has_magic
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
 from olmo_shard.config import DataSource
-from olmo_shard.data.meta import META, Split, read_meta
+from olmo_shard.data.identity import FileIdentity, sample_digest
+from olmo_shard.data.meta import META, Split, TokenType, read_meta
 from olmo_shard.data.token_type import HEAD_BYTES, TypeScan, format_problem, likely_type
 from olmo_shard.errors import DataError
 
@@ -43,6 +45,20 @@ class TokenFile:
     def num_tokens(self) -> int:
         return self.path.stat().st_size // self.dtype.itemsize
 
+    def identity(self) -> FileIdentity:
+        """:raises DataError: where the file cannot be read."""
+        try:
+            sample = sample_digest(self.path)
+        except OSError as error:
+            raise DataError(f"{self.path} cannot be read: {error.strerror}") from error
+        return FileIdentity(
+            path=str(self.path),
+            dtype=cast("TokenType", self.dtype.name),
+            tokens=self.num_tokens(),
+            sample=sample,
+            sha256=self.sha256,
+        )
+
     def size_problem(self) -> str | None:
         """What is wrong with the file's size, if anything. Reads no data."""
         if not self.path.is_file():
@@ -61,7 +77,10 @@ class TokenFile:
 
     def head_problem(self, vocab_size: int) -> str | None:
         """What the first bytes say against the declared type, if anything."""
-        head = self._head()
+        try:
+            head = self._head()
+        except OSError as error:
+            return f"{self.path} cannot be read: {error.strerror}"
         problem = format_problem(head, self.dtype)
         if problem is None:
             scan = TypeScan(self.dtype, self.bound(vocab_size))

@@ -24,8 +24,7 @@ def check(config: Config, nproc: int | None) -> str:
     dispatch = check_dispatch(config, config.parallel.expert_parallel)
     counts = parameter_counts(config.model)
     try:
-        check_start(config)
-        start = "ready to train"
+        start = "\n# ".join([*check_start(config), "ready to train"])
     except NothingLeftError as error:  # no fault of the config
         start = str(error)
     return (

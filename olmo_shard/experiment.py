@@ -7,7 +7,8 @@ import torch
 from rich.console import Console as RichConsole
 
 from olmo_shard.config import Config, dump_yaml, flat
-from olmo_shard.data.loader import DataLoader, total_steps
+from olmo_shard.data.coverage import describe_data, describe_end
+from olmo_shard.data.loader import DataLoader
 from olmo_shard.data.validation import open_validation
 from olmo_shard.distributed.environment import RankInfo
 from olmo_shard.distributed.mesh import build_mesh
@@ -28,7 +29,7 @@ from olmo_shard.train.callbacks.loss_curve import LossCurve
 from olmo_shard.train.callbacks.wandb import WandB
 from olmo_shard.train.precision import describe_precision
 from olmo_shard.train.records import CONFIG_FILE, FILE, Record, read_records
-from olmo_shard.train.start import check_inputs, opened_run, start_from
+from olmo_shard.train.start import check_inputs, check_same_data, opened_run, start_from
 from olmo_shard.train.step import TrainStep
 from olmo_shard.train.trainer import Trainer
 
@@ -43,10 +44,10 @@ def run(config: Config, info: RankInfo | None = None, *, scanned: bool = False) 
         config.check_world(here.world_size)
         mesh = build_mesh(here, config.parallel.expert_parallel)
         check_inputs(config, mesh, scanned=scanned)
+        check_same_data(config, mesh.control)
         with opened_run(config, mesh):
             loader = DataLoader(config, here.rank, here.world_size)
             validation = open_validation(config)
-            steps = total_steps(config, loader.num_sequences)
 
             with torch.device("meta"):
                 model = Transformer(config.model)
@@ -59,11 +60,11 @@ def run(config: Config, info: RankInfo | None = None, *, scanned: bool = False) 
 
             console = RichConsole(highlight=False, soft_wrap=True)
             callbacks = _callbacks(config, console) if here.rank == 0 else []
-            trainer = Trainer(config, mesh, loader, validation, step, steps, callbacks)
+            trainer = Trainer(config, mesh, loader, validation, step, callbacks)
             started = start_from(config, trainer, mesh)
             if here.rank == 0:
                 (trainer.run_dir / CONFIG_FILE).write_text(dump_yaml(config), encoding="utf-8")
-            notes = _describe(config, here, loader, steps, data_parallel)
+            notes = _describe(trainer, here, data_parallel)
             lines = trainer.fit([*notes, *started])
             data_parallel.close()
             if here.rank == 0:
@@ -75,10 +76,9 @@ def _callbacks(config: Config, console: RichConsole) -> list[Callback]:
     return [Console(console), Events(), JsonLines(), *tracker, LossCurve(), ExpertMap()]
 
 
-def _describe(
-    config: Config, here: Runtime, loader: DataLoader, steps: int, data_parallel: ParallelModel
-) -> list[str]:
+def _describe(trainer: Trainer, here: Runtime, data_parallel: ParallelModel) -> list[str]:
     """What was chosen, for the log."""
+    config, loader, step = trainer.config, trainer.loader, trainer.state.step
     parallel, train, connection = config.parallel, config.train, data_parallel.connection
     counts = parameter_counts(config.model)
     ep = parallel.expert_parallel
@@ -90,11 +90,11 @@ def _describe(
         describe_precision(parallel),
         f"kernels   {data_parallel.kernels} (parallel.kernels = {parallel.kernels})",
         *([] if connection is None else [f"dispatch  {connection.note}"]),
-        f"data      {loader.num_sequences:,} sequences of {config.data.sequence_length} tokens "
-        "an epoch",
+        *describe_data(loader, step),
         f"batch     {train.global_batch_tokens} tokens = {here.world_size} rank(s) x "
         f"{config.num_microbatches(here.world_size)} micro-batch(es) x {train.micro_batch_tokens}",
-        f"schedule  {describe_schedule(config.optim.lr, steps, config.schedule)}; {steps} steps",
+        f"schedule  {describe_schedule(config.optim.lr, trainer.total_steps, config.schedule)}; "
+        f"{describe_end(loader, step)}",
     ]
 
 

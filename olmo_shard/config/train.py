@@ -23,9 +23,15 @@ class TrainConfig(Section):
     steps: int | None = Field(default=None, gt=0, le=10**9)
     """Stop after this many optimizer steps."""
     tokens: int | None = Field(default=None, gt=0, le=10**18)
-    """Stop at the last whole step within this many tokens, with or without a label."""
+    """Stop at the last whole step within this many tokens, with or without a label.
+
+    A resume spends what is left of them at the global batch of its config.
+    """
     epochs: float | None = Field(default=None, gt=0, le=10**6)
-    """Stop at the last whole step within this many times the sequences of all sources."""
+    """Stop at the last whole step within this many times the sequences of all sources.
+
+    Drawn sequences count by number, whatever the mixture; a resume spends what is left.
+    """
     global_batch_tokens: int = Field(gt=0, le=10**10)
     """Tokens of one optimizer step over all ranks."""
     micro_batch_tokens: int = Field(gt=0)

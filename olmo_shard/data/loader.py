@@ -15,8 +15,10 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from olmo_shard.config import Config
+from olmo_shard.data.budget import total_steps
+from olmo_shard.data.identity import SourceIdentity, difference
 from olmo_shard.data.source import open_sources, source_seed
-from olmo_shard.errors import CheckpointError, ConfigurationError
+from olmo_shard.errors import CheckpointError
 from olmo_shard.nn.losses import IGNORE_INDEX
 
 
@@ -46,8 +48,9 @@ class LoaderState(BaseModel):
     """Of these, from each source."""
     seed: int
     sequence_length: int
-    source_tokens: list[int]
-    """Ids of each source: files of other sizes are another stream."""
+    document_masking: bool
+    sources: dict[str, SourceIdentity]
+    """Files of each source: other files, or another order of them, are another stream."""
     weights: list[float]
     """Of the sources, in force since the next two."""
     since_sequences: int = 0
@@ -66,14 +69,19 @@ class DataLoader:
         self.sources = open_sources(named, config.data, config.model.vocab_size)
         self._seeds = [source_seed(config.run.seed, name) for name in named]
         weights = np.array([source.weight for source in config.data.sources])
-        self._shares = weights / weights.sum()
+        self.shares = weights / weights.sum()
+        """Part of the sequences that each source gives."""
         self.batch_sequences = config.train.global_batch_tokens // config.data.sequence_length
         self.micro_sequences = config.train.micro_batch_tokens // config.data.sequence_length
         self.state = LoaderState(
             drawn=[0] * len(self.sources),
             seed=config.run.seed,
             sequence_length=config.data.sequence_length,
-            source_tokens=[source.num_tokens for source in self.sources],
+            document_masking=config.data.document_masking,
+            sources={
+                name: source.identity(masking=config.data.document_masking)
+                for name, source in zip(named, self.sources, strict=True)
+            },
             weights=weights.tolist(),
             since_drawn=[0] * len(self.sources),
         )
@@ -82,6 +90,15 @@ class DataLoader:
     def num_sequences(self) -> int:
         """Sequences of one epoch over all sources."""
         return sum(source.num_sequences for source in self.sources)
+
+    def total_steps(self, step: int = 0) -> int:
+        """The run's last step, seen from the loader's position.
+
+        :param step: steps done at this position.
+        :raises ConfigurationError: where the budget of a new run is less than one step.
+        """
+        drawn = self.state.sequences
+        return total_steps(self.config, self.num_sequences, step=step, drawn=drawn)
 
     def next_window(self) -> list[MicroBatch]:
         """This rank's micro-batches of the next global batch."""
@@ -107,15 +124,22 @@ class DataLoader:
         fields = {
             "run.seed": "seed",
             "data.sequence_length": "sequence_length",
-            "tokens of data.sources": "source_tokens",
+            "data.document_masking": "document_masking",
         }
-        for what, name in fields.items():
-            saved, here = getattr(state, name), getattr(self.state, name)
-            if saved != here:
-                raise CheckpointError(
-                    f"{what} = {here}, but the checkpoint was trained with {saved}: the order of "
-                    "the data would change; restore it, or start anew with checkpoint.init_from"
-                )
+        changes = [
+            f"{what} = {getattr(self.state, name)}, but the checkpoint was trained with "
+            f"{getattr(state, name)}"
+            for what, name in fields.items()
+            if getattr(self.state, name) != getattr(state, name)
+        ]
+        now, before = self.state.sources, state.sources
+        changed = difference(now, before, "in this run", "in the checkpoint")
+        changes += [changed] if changed else []
+        if changes:
+            raise CheckpointError(
+                f"{changes[0]}: the order or the content of the data would change; restore it, or "
+                "start anew from the weights with checkpoint.init_from in another run.dir"
+            )
         weights, self.state = self.state.weights, state.model_copy(deep=True)
         if weights != state.weights:
             self.state.weights = weights
@@ -126,7 +150,7 @@ class DataLoader:
         """Source and position in its own stream of the next sequence."""
         state, drawn = self.state, self.state.drawn
         since = np.array(drawn) - state.since_drawn
-        due = self._shares * (state.sequences + 1 - state.since_sequences) - since
+        due = self.shares * (state.sequences + 1 - state.since_sequences) - since
         source = int(np.argmax(due))
         position = drawn[source]
         drawn[source] += 1
@@ -151,26 +175,3 @@ def make_microbatch(sequences: list[np.ndarray], eos_ids: list[int | None]) -> M
     labels_BS[ends_BS] = IGNORE_INDEX
     documents_BS = ends_BS.cumsum(dim=1) - ends_BS.long()
     return MicroBatch(tokens_BS, labels_BS, documents_BS)
-
-
-def total_steps(config: Config, num_sequences: int) -> int:
-    """Optimizer steps of the run; a last, incomplete global batch is not trained on.
-
-    :param num_sequences: of one epoch over all sources.
-    :raises ConfigurationError: where the end leaves no whole step.
-    """
-    train, length = config.train, config.data.sequence_length
-    if train.steps is not None:
-        return train.steps
-    tokens = train.tokens
-    if tokens is None:
-        assert train.epochs is not None
-        tokens = int(train.epochs * num_sequences) * length
-    steps = tokens // train.global_batch_tokens
-    if steps == 0:
-        end = "tokens" if train.tokens is not None else "epochs"
-        raise ConfigurationError(
-            f"train.{end} = {getattr(train, end)} is {tokens} tokens, less than one step of "
-            f"train.global_batch_tokens = {train.global_batch_tokens}"
-        )
-    return steps

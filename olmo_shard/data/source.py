@@ -4,7 +4,8 @@ import hashlib
 
 import numpy as np
 
-from olmo_shard.config import DataConfig, DataSource
+from olmo_shard.config import Config, DataConfig, DataSource
+from olmo_shard.data.identity import SourceIdentity
 from olmo_shard.data.token_file import TokenFile, outside, resolve
 from olmo_shard.errors import DataError
 
@@ -21,7 +22,7 @@ class SequenceSource:
 
     def __init__(self, files: list[TokenFile], sequence_length: int, vocab_size: int) -> None:
         self.files, self.length = files, sequence_length
-        self.bounds = [min(vocab_size, file.vocab_size or vocab_size) for file in files]
+        self.bounds = [file.bound(vocab_size) for file in files]
         self._ids = [file.ids() for file in files]
         counts = [(len(ids) - 1) // sequence_length for ids in self._ids]
         self._ends = np.cumsum(counts)
@@ -33,8 +34,22 @@ class SequenceSource:
         return sum(len(ids) for ids in self._ids)
 
     @property
+    def unused_ids(self) -> int:
+        """Ids at the ends of files that fill no sequence; a file's last label is used."""
+        spent = len(self.files) + self.num_sequences * self.length
+        return self.num_tokens - spent
+
+    @property
     def eos_id(self) -> int | None:
         return self.files[0].eos_id
+
+    def identity(self, *, masking: bool) -> SourceIdentity:
+        """Sizes, types and digests of the files.
+
+        :param masking: whether document masking makes ``eos_id`` part of the content.
+        """
+        files = [file.identity() for file in self.files]
+        return SourceIdentity(eos_id=self.eos_id if masking else None, files=files)
 
     def read(self, index: int) -> np.ndarray:
         """One sequence as int64 [S + 1].
@@ -84,6 +99,19 @@ def open_sources(
     return opened
 
 
+def data_identity(config: Config) -> dict[str, SourceIdentity]:
+    """Identity of all training sources and validation sets, by name.
+
+    :raises DataError: naming each bad file and why.
+    """
+    named = config.data.named_sources() | config.data.named_validation()
+    opened = open_sources(named, config.data, config.model.vocab_size)
+    masking = config.data.document_masking
+    return {
+        name: source.identity(masking=masking) for name, source in zip(named, opened, strict=True)
+    }
+
+
 def source_seed(seed: int, name: str) -> int:
     """A seed of its own for each source, so that two sources of one size are not shuffled alike."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
@@ -91,7 +119,7 @@ def source_seed(seed: int, name: str) -> int:
 
 
 def _problem(file: TokenFile, data: DataConfig, vocab_size: int) -> str | None:
-    problem = file.size_problem() or file.head_problem()
+    problem = file.size_problem() or file.head_problem(vocab_size)
     if problem:
         return problem
     if file.num_tokens() <= data.sequence_length:

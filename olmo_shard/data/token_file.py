@@ -9,17 +9,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from glob import glob, has_magic
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
 from olmo_shard.config import DataSource
-from olmo_shard.data.meta import META, Split, read_meta
+from olmo_shard.data.identity import FileIdentity, sample_digest
+from olmo_shard.data.meta import META, Split, TokenType, read_meta
+from olmo_shard.data.token_type import HEAD_BYTES, TypeScan, format_problem, likely_type
 from olmo_shard.errors import DataError
 
 _CHUNK = 1 << 22
-"""Ids read at once by a scan."""
-_HEAD_BYTES = 256
-"""Read to see whether the declared type can be right."""
+"""Ids read at once by a scan; a multiple of 8, so that no wider id crosses a border."""
 
 
 def _ignore(_: int) -> None:
@@ -34,7 +35,7 @@ class TokenFile:
     dtype: np.dtype
     eos_id: int | None
     vocab_size: int | None
-    """Bound on the ids as the data states it; null for raw files."""
+    """Bound on the ids as the data states it; ``None`` for raw files."""
     expected_tokens: int | None = None
     sha256: str | None = None
 
@@ -43,6 +44,20 @@ class TokenFile:
 
     def num_tokens(self) -> int:
         return self.path.stat().st_size // self.dtype.itemsize
+
+    def identity(self) -> FileIdentity:
+        """:raises DataError: where the file cannot be read."""
+        try:
+            sample = sample_digest(self.path)
+        except OSError as error:
+            raise DataError(f"{self.path} cannot be read: {error.strerror}") from error
+        return FileIdentity(
+            path=str(self.path),
+            dtype=cast("TokenType", self.dtype.name),
+            tokens=self.num_tokens(),
+            sample=sample,
+            sha256=self.sha256,
+        )
 
     def size_problem(self) -> str | None:
         """What is wrong with the file's size, if anything. Reads no data."""
@@ -60,60 +75,52 @@ class TokenFile:
             )
         return None
 
-    def head_problem(self) -> str | None:
-        """What the first ids say against the declared type, if anything."""
-        with self.path.open("rb") as file:
-            head = file.read(_HEAD_BYTES)
-        if head.startswith(b"\x93NUMPY"):
-            return f"{self.path}: has a NumPy header; flat ids are needed (array.tofile)"
-        whole = head[: len(head) // self.dtype.itemsize * self.dtype.itemsize]
-        zeros = _ZeroPattern(self)
-        zeros.see(np.frombuffer(whole, dtype=self.dtype))
-        return zeros.problem()
+    def head_problem(self, vocab_size: int) -> str | None:
+        """What the first bytes say against the declared type, if anything."""
+        try:
+            head = self._head()
+        except OSError as error:
+            return f"{self.path} cannot be read: {error.strerror}"
+        problem = format_problem(head, self.dtype)
+        if problem is None:
+            scan = TypeScan(self.dtype, self.bound(vocab_size))
+            scan.see(np.frombuffer(head, dtype=self.dtype), 0)
+            problem = scan.problem()
+        return problem and f"{self.path}: {problem}"
 
     def id_problem(self, vocab_size: int, advance: Callable[[int], object] = _ignore) -> str | None:
-        """The first id outside the vocabulary, or a wrong checksum. Reads the whole file.
+        """The first id outside the vocabulary, a wrong type or a wrong checksum.
 
-        :param vocab_size: of the model; the data's own bound counts too.
+        Reads the whole file.
+
+        :param vocab_size: number of ids of the model.
         :param advance: called with the number of ids read since the last call.
         """
-        bound = min(vocab_size, self.vocab_size or vocab_size)
-        ids, digest, zeros = self.ids(), hashlib.sha256(), _ZeroPattern(self)
+        bound = self.bound(vocab_size)
+        ids, digest, scan = self.ids(), hashlib.sha256(), TypeScan(self.dtype, bound)
         for start in range(0, len(ids), _CHUNK):
             chunk = ids[start : start + _CHUNK]
             problem = outside(self, chunk, start, bound)
             if problem:
-                return problem
-            zeros.see(chunk)
+                likely = likely_type(self._head(), self.dtype, bound)
+                return f"{problem}; {likely}" if likely else problem
+            scan.see(chunk, start)
             if self.sha256:
                 digest.update(chunk.tobytes())
             advance(len(chunk))
         if self.sha256 and digest.hexdigest() != self.sha256:
             return f"{self.path}: the checksum differs from {META}: the file was changed"
-        return zeros.problem()
+        problem = scan.problem()
+        return problem and f"{self.path}: {problem}"
 
+    def bound(self, vocab_size: int) -> int:
+        """One more than the largest id allowed: the model's bound and the data's own both count."""
+        return min(vocab_size, self.vocab_size or vocab_size)
 
-class _ZeroPattern:
-    """Ids of a wider type, read as a narrower one, have a zero in every second place."""
-
-    _ENOUGH = 32
-
-    def __init__(self, file: TokenFile) -> None:
-        self.file = file
-        self.seen = 0
-        self.even_places = self.odd_places = False
-
-    def see(self, ids: np.ndarray) -> None:
-        """Chunks of an even number of ids, but for the last."""
-        self.seen += len(ids)
-        self.even_places = self.even_places or bool(ids[::2].any())
-        self.odd_places = self.odd_places or bool(ids[1::2].any())
-
-    def problem(self) -> str | None:
-        if self.seen < self._ENOUGH or self.odd_places or not self.even_places:
-            return None
-        name = self.file.dtype.name
-        return f"{self.file.path}: every second {name} is 0: the ids are of a wider type"
+    def _head(self) -> bytes:
+        with self.path.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+        return head[: len(head) // self.dtype.itemsize * self.dtype.itemsize]
 
 
 def outside(file: TokenFile, ids: np.ndarray, start: int, bound: int) -> str | None:
@@ -123,7 +130,7 @@ def outside(file: TokenFile, ids: np.ndarray, start: int, bound: int) -> str | N
     at = int(np.argmax(ids >= bound))
     return (
         f"{file.path}: id {int(ids[at])} at offset {start + at} is outside the vocabulary "
-        f"of {bound} ids (if many are, {file.dtype.name} may be the wrong type)"
+        f"of {bound} ids"
     )
 
 

@@ -26,8 +26,7 @@ def check(config: Config, nproc: int | None) -> str:
     counts = parameter_counts(config.model)
     saves = "\n".join(f"# {line}" for line in describe_saves(config))
     try:
-        check_start(config)
-        start = "ready to train"
+        start = "\n# ".join([*check_start(config), "ready to train"])
     except NothingLeftError as error:  # no fault of the config
         start = str(error)
     return (

@@ -26,7 +26,8 @@ class SavedState(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
+    """Version of the fields; format 1 had no digests of the data."""
     train: TrainState
     loader: LoaderState
     model: dict[str, Any]
@@ -125,6 +126,11 @@ def read_state(path: Path) -> SavedState:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
+        if where == "format":
+            raise CheckpointError(
+                f"checkpoint {path}: {STATE} has format {first['input']}, and this version reads "
+                "format 2: go on with the version that wrote it, or train anew"
+            ) from error
         raise CheckpointError(
             f"checkpoint {path}: {STATE} is damaged or of another version: {where} {first['msg']}"
         ) from error

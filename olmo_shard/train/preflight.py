@@ -7,7 +7,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from olmo_shard.config import Config
-from olmo_shard.data.loader import total_steps
+from olmo_shard.data.coverage import describe_data, describe_end
+from olmo_shard.data.loader import DataLoader
 from olmo_shard.data.source import open_sources
 from olmo_shard.data.token_file import TokenFile
 from olmo_shard.dispatch.mailbox import MailboxLayout
@@ -39,20 +40,24 @@ def preflight(config: Config, world_size: int) -> list[TokenFile]:
     return [file for source in sources for file in source.files]
 
 
-def check_start(config: Config) -> None:
+def check_start(config: Config) -> list[str]:
     """Whether the run can begin, or go on, from where it is told to, to an end that fits.
 
-    :raises OlmoShardError: where a checkpoint is missing or does not fit, the schedule does not fit
-        into the run, or nothing is left to train.
+    :returns: lines for the log: the data, what is never trained on, and the end of the run.
+    :raises OlmoShardError: where a checkpoint is missing, or is of another model or other data, the
+        schedule does not fit into the run, or nothing is left to train.
     """
-    sources = open_sources(config.data.named_sources(), config.data, config.model.vocab_size)
-    steps = total_steps(config, sum(source.num_sequences for source in sources))
-    check_schedule(steps, config.schedule)
+    loader, step = DataLoader(config), 0
     path = choose_checkpoint(config)
     if path is not None:
-        check_something_left(path, steps)
+        state = read_state(path)
+        loader.load_state(state.loader)
+        step = state.train.step
+        check_something_left(path, step, loader)
     elif config.checkpoint.init_from:
         read_state(Path(config.checkpoint.init_from))
+    check_schedule(loader.total_steps(step), config.schedule)
+    return [*describe_data(loader, step), f"end       {describe_end(loader, step)}"]
 
 
 def check_dispatch(config: Config, num_ranks: int) -> str:
@@ -114,7 +119,7 @@ def scan(files: list[TokenFile], vocab_size: int) -> None:
         changed since it was written.
     """
     console = Console(stderr=True)
-    unique = list({(file.path, file.dtype): file for file in files}.values())
+    unique = list(dict.fromkeys(files))
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("scan ids", total=sum(file.num_tokens() for file in unique))
         found = [

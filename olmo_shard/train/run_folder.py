@@ -7,6 +7,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from olmo_shard.config import Config
+from olmo_shard.data.coverage import describe_end
+from olmo_shard.data.loader import DataLoader
 from olmo_shard.errors import CheckpointError, ConfigurationError, NothingLeftError
 from olmo_shard.train.checkpoint_fit import check_same_model, some
 from olmo_shard.train.checkpoint_folder import complete_checkpoints, leftovers, read_state
@@ -51,13 +53,19 @@ def choose_checkpoint(config: Config) -> Path | None:
     return path
 
 
-def check_something_left(path: Path, total_steps: int) -> None:
-    """:raises NothingLeftError: where a checkpoint is at the run's end already."""
-    step = read_state(path).train.step
-    if step >= total_steps:
+def check_something_left(path: Path, step: int, loader: DataLoader) -> None:
+    """Check that the run has a step left.
+
+    :param path: checkpoint that the run resumes from.
+    :param step: steps done at the checkpoint.
+    :param loader: the loader at the checkpoint's position.
+    :raises NothingLeftError: where the checkpoint is at the run's end already.
+    """
+    if step >= loader.total_steps(step):
         raise NothingLeftError(
-            f"nothing to train: {path} is at step {step} of {total_steps}; raise train.steps "
-            "(or tokens, epochs), choose another run.dir, or name another checkpoint.resume"
+            f"nothing to train: {path} is at step {step} of {describe_end(loader, step)}; raise "
+            "train.steps (or tokens, epochs), choose another run.dir, or name another "
+            "checkpoint.resume"
         )
 
 

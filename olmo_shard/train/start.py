@@ -4,9 +4,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import torch.distributed as dist
+
 from olmo_shard.config import Config
+from olmo_shard.data.identity import difference, fingerprint
+from olmo_shard.data.source import data_identity
+from olmo_shard.distributed import collectives
 from olmo_shard.distributed.agree import on_every_rank, on_first_rank
 from olmo_shard.distributed.mesh import Mesh
+from olmo_shard.errors import DataError
 from olmo_shard.train.earlier_records import set_aside
 from olmo_shard.train.preflight import check_start, preflight, scan_before_training
 from olmo_shard.train.run_folder import choose_checkpoint, describe_saves, open_run
@@ -23,6 +29,28 @@ def check_inputs(config: Config, mesh: Mesh, *, scanned: bool) -> None:
     if not scanned:
         vocab_size = config.model.vocab_size
         on_first_rank(mesh.control, lambda: scan_before_training(files, vocab_size))
+
+
+def check_same_data(config: Config, group: dist.ProcessGroup) -> None:
+    """Compare every training and validation file over the ranks; collective.
+
+    Each rank reads a sample of each file, at most 1 MiB.
+
+    :param group: all ranks of the run.
+    :raises DataError: on every rank, naming a rank, a file, and whether its size, type, order or
+        content differs from the file of rank 0.
+    """
+    data = on_every_rank(group, lambda: data_identity(config))
+    if len(set(collectives.gather_objects(fingerprint(data), group))) == 1:
+        return
+    first, *others = collectives.gather_objects(data, group)
+    for rank, other in enumerate(others, start=1):
+        found = difference(other, first, f"on rank {rank}", "on rank 0")
+        if found:
+            raise DataError(
+                f"the ranks have different data: {found}; copy one version of the data to the "
+                "hosts of all ranks"
+            )
 
 
 @contextmanager

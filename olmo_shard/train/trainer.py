@@ -39,11 +39,11 @@ class Trainer:
         loader: DataLoader,
         validation: list[ValidationSet],
         train_step: TrainStep,
-        total_steps: int,
         callbacks: list[Callback],
     ) -> None:
         self.config, self.mesh, self.loader, self.validation = config, mesh, loader, validation
-        self.train_step, self.total_steps, self.callbacks = train_step, total_steps, callbacks
+        self.train_step, self.callbacks = train_step, callbacks
+        self.total_steps = loader.total_steps()
         self.optimizer = train_step.optimizer
         self.checkpointer = Checkpointer(self.optimizer)
         self.state = TrainState()
@@ -80,6 +80,7 @@ class Trainer:
         if self.train_step.spikes is not None:
             self.train_step.spikes.load_state(self.state.spike_window)
         self.loader.load_state(saved.loader)
+        self.total_steps = self.loader.total_steps(self.state.step)
 
     def _step(self) -> None:
         step = self.state.step + 1

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from olmo_shard.config import Config, DataSource
-from olmo_shard.data.loader import DataLoader, make_microbatch, total_steps
+from olmo_shard.data.loader import DataLoader, make_microbatch
 from olmo_shard.data.validation import open_validation
-from olmo_shard.errors import CheckpointError, ConfigurationError
+from olmo_shard.errors import CheckpointError
 from olmo_shard.nn.losses import IGNORE_INDEX
 from tests.support.configs import config_at, write_tokens
 
@@ -67,7 +67,7 @@ def test_a_resumed_loader_goes_on_where_it_stopped(tmp_path):
     for change, message in [
         ({"seed": 4}, r"run\.seed = 3, but the checkpoint was trained with 4"),
         ({"sequence_length": 8}, r"data\.sequence_length = 16, but"),
-        ({"source_tokens": [4002, 1]}, r"tokens of data\.sources = \[4002\], but"),
+        ({"document_masking": True}, r"data\.document_masking = False, but"),
     ]:
         with pytest.raises(CheckpointError, match=message):
             resumed.load_state(loader.state.model_copy(update=change))
@@ -138,30 +138,6 @@ def test_validation_counts_each_sequence_once_with_equal_forwards(tmp_path, worl
         if (labels != IGNORE_INDEX).all()
     ]
     assert len(labelled) == len(set(labelled)) == 20
-
-
-@pytest.mark.parametrize(
-    ("end", "steps"),
-    [
-        ("train.steps=7", 7),
-        ("train.tokens=1000", 3),
-        ("train.epochs=1.0", 15),
-        ("train.epochs=2.0", 31),
-    ],
-)
-def test_the_end_is_the_last_whole_step(tmp_path, end, steps):
-    """250 sequences of 16 tokens, 16 sequences a step: an epoch is 15.6 steps."""
-    overrides = [end] if "steps" in end else ["train.steps=null", end]
-    config = config_at(tmp_path, *overrides)
-    assert total_steps(config, DataLoader(config).num_sequences) == steps
-
-
-def test_an_end_before_the_first_step_is_refused(tmp_path):
-    config = config_at(tmp_path, "train.steps=null", "train.epochs=0.01")
-    with pytest.raises(
-        ConfigurationError, match=r"train.epochs = 0.01 is 32 tokens, less than one"
-    ):
-        total_steps(config, 250)
 
 
 def test_a_micro_batch_moves_to_a_device():

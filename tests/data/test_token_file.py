@@ -1,12 +1,14 @@
 """Token files that cannot be used are named, with their reasons. Runs in CI."""
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from olmo_shard.config import DataSource
 from olmo_shard.data.loader import DataLoader
+from olmo_shard.data.token_file import TokenFile
 from olmo_shard.errors import DataError
 from olmo_shard.train.preflight import preflight, scan
 from tests.support.configs import VOCAB, config_at, write_tokens
@@ -20,8 +22,8 @@ def test_every_bad_file_is_named_with_its_reason(tmp_path):
         "short.bin": (b"\x01\x00" * 16, r"short\.bin: 16 ids are fewer than .* 17"),
         "header.npy": (b"\x93NUMPY" + b"\x01\x00" * 40, r"header\.npy: has a NumPy header"),
         "wide.bin": (
-            b"\x05\x00\x00\x00" * 200,
-            r"every second uint16 is 0: the ids are of a wider type",
+            b"\x05\x00\x00\x00\x06\x00\x00\x00" * 200,
+            r"wide\.bin: dtype uint16 is wrong: the ids are uint32",
         ),
     }
     for name, (content, _) in bad.items():
@@ -42,12 +44,12 @@ def test_every_bad_file_is_named_with_its_reason(tmp_path):
         ("data.sources.0.path=missing.bin", r"no such file or folder: missing\.bin"),
         ("data.sources.0.path=missing-*.bin", r"missing-\*\.bin: no file matches"),
         ("data.sources.0.dtype=null", r"raw token files need dtype"),
-        ("data.sources.0.dtype=uint8", r"every second uint8 is 0: the ids are of a wider type"),
+        ("data.sources.0.dtype=uint8", r"dtype uint8 is wrong: the ids are uint16"),
         ("data.sources.0.split=validation", r"raw token files have no splits"),
         ("data.sources.0.eos_id=64", r"eos_id = 64 is outside the vocabulary of 64 ids"),
         (
             "data.sources.0.dtype=uint32",
-            r"is outside the vocabulary .* uint32 may be the wrong type",
+            r"is outside the vocabulary .* as uint16 none: that is probably their type",
         ),
     ],
 )
@@ -75,10 +77,11 @@ def test_masking_needs_to_know_the_end_of_a_document(tmp_path):
         DataLoader(config)
 
 
-def test_wider_ids_whose_first_ones_are_zeros_are_found_by_the_scan(tmp_path):
-    ids = np.zeros(2000, dtype=np.uint32)
-    ids[500:] = 7
-    ids.tofile(tmp_path / "wide.bin")
-    config = config_at(tmp_path, f"data.sources.0.path={tmp_path / 'wide.bin'}")
-    with pytest.raises(DataError, match=r"every second uint16 is 0"):
-        scan(preflight(config, 1), config.model.vocab_size)
+def test_a_file_named_as_prepared_and_as_raw_is_still_verified(tmp_path: Path) -> None:
+    path = write_tokens(tmp_path / "train.bin")
+    prepared, raw = (
+        TokenFile(path=path, dtype=np.dtype("uint16"), eos_id=0, vocab_size=VOCAB, sha256=checksum)
+        for checksum in ("0" * 64, None)
+    )
+    with pytest.raises(DataError, match=r"the checksum differs from meta\.json"):
+        scan([prepared, raw], VOCAB)

@@ -16,11 +16,17 @@ def losses(run_dir: Path) -> list[tuple[int, float, float]]:
     return [(r["step"], r["loss"], r["grad_norm"]) for r in records(run_dir)]
 
 
-def start(*args: object, env: dict[str, str] | None = None, module: str = "olmo_shard"):
+def start(
+    *args: object,
+    env: dict[str, str] | None = None,
+    module: str = "olmo_shard",
+    cwd: Path | None = None,
+):
     command = [sys.executable, "-m", module, *map(str, args)]
     return subprocess.Popen(
         command,
         env=os.environ | (env or {}),
+        cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -24,7 +24,13 @@ LR = 3e-3
 
 
 LOADER = LoaderState(
-    drawn=[5], seed=1, sequence_length=12, source_tokens=[99], weights=[1.0], since_drawn=[0]
+    drawn=[5],
+    seed=1,
+    sequence_length=12,
+    document_masking=False,
+    sources={},
+    weights=[1.0],
+    since_drawn=[0],
 )
 
 

@@ -16,7 +16,13 @@ from olmo_shard.train.state import TrainState
 SAVED_STATE = folders.SavedState(
     train=TrainState(step=7),
     loader=LoaderState(
-        drawn=[5], seed=1, sequence_length=12, source_tokens=[99], weights=[1.0], since_drawn=[0]
+        drawn=[5],
+        seed=1,
+        sequence_length=12,
+        document_masking=False,
+        sources={},
+        weights=[1.0],
+        since_drawn=[0],
     ),
     model={},
     optimizer_steps=7,
@@ -79,7 +85,10 @@ def test_a_state_of_another_format_or_none_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"no such checkpoint, or not a complete one"):
         folders.read_state(tmp_path)
     whole = SAVED_STATE.model_dump()
-    for damaged in ("{", "[]", "\\xff", "null", json.dumps(whole | {"format": 99})):
+    (tmp_path / folders.STATE).write_text(json.dumps(whole | {"format": 1}))
+    with pytest.raises(CheckpointError, match=r"has format 1, and this version reads format 2: go"):
+        folders.read_state(tmp_path)
+    for damaged in ("{", "[]", "\\xff", "null", json.dumps(whole | {"shapes": 9})):
         (tmp_path / folders.STATE).write_text(damaged)
         with pytest.raises(CheckpointError, match=r"state\.json is damaged or of another version"):
             folders.read_state(tmp_path)

@@ -27,7 +27,7 @@ SCAN_LIMIT_BYTES = 4 * 2**30
 
 
 def preflight(config: Config, world_size: int) -> list[TokenFile]:
-    """Layout, batch, run folder and data files; reads no ids, writes nothing.
+    """Layout, batch, run folder and data files; reads 64 KiB of each file, writes nothing.
 
     :returns: all token files of the run.
     :raises OlmoShardError: for the first part that is wrong.

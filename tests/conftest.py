@@ -55,6 +55,8 @@ PROCESSES = (
     "test_launch_scripts.py",
     "test_package.py",
     "test_readme.py",
+    "train/test_wandb.py",
+    "train/tracking/",
 )
 """Where other processes run, or a compiler: no part of ``make test-fast``."""
 

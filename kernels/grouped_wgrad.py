@@ -10,6 +10,12 @@ Example, P = 3, e = 2, offsets [0, 2, 3], M = N = 1: left = [[1], [2], [3]] and 
 gradients of a window, they accumulate there without a rounding and without another pass over
 memory.
 
+[Note: carried index] Each step of the loop reads BLOCK_K pairs, and the step before has loaded
+their rows' index: the loop carries it by exactly one step. An index that is loaded in the step that
+uses it takes a stage of Triton's software pipeline. Then two of three buffers are left, and each
+step waits for its own copies (``cp.async.wait_group 0``). Carried by two steps, the index switches
+the pipeline off.
+
 Sums are FP32, over an expert's pairs in order. Bytes moved: (P M + P N) x itemsize + 4 e M N, or
 8 e M N with ``add``. FLOPs: 2 P M N.
 """
@@ -55,15 +61,11 @@ def _wgrad_kernel(
     there_N = col_N < N
     inner_K = tl.arange(0, BLOCK_K).to(tl.int64)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    # See [Note: carried index].
+    left_K = _load_index(left_index_ptr, start + inner_K, end, INDEX_LEFT)
+    right_K = _load_index(right_index_ptr, start + inner_K, end, INDEX_RIGHT)
     for first in range(start, end, BLOCK_K):
-        pair_K = first + inner_K
-        there_K = pair_K < end
-        left_K = pair_K
-        right_K = pair_K
-        if INDEX_LEFT:
-            left_K = tl.load(left_index_ptr + pair_K, mask=there_K, other=0).to(tl.int64)
-        if INDEX_RIGHT:
-            right_K = tl.load(right_index_ptr + pair_K, mask=there_K, other=0).to(tl.int64)
+        there_K = first + inner_K < end
         mask_left = there_K[None, :]
         mask_right = there_K[:, None]
         if not EVEN:
@@ -76,11 +78,22 @@ def _wgrad_kernel(
         if UPCAST:
             left, right = left.to(tl.float32), right.to(tl.float32)
         acc = tl.dot(left, right, acc, input_precision="ieee")
+        next_K = first + inner_K + BLOCK_K
+        left_K = _load_index(left_index_ptr, next_K, end, INDEX_LEFT)
+        right_K = _load_index(right_index_ptr, next_K, end, INDEX_RIGHT)
     dw_ptrs = dw_ptr + expert.to(tl.int64) * M * N + row_M[:, None] * N + col_N[None, :]
     mask = there_M[:, None] & there_N[None, :]
     if ADD:
         acc += tl.load(dw_ptrs, mask=mask, other=0.0)
     tl.store(dw_ptrs, acc.to(dw_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _load_index(index_ptr, pair_K, end, INDEXED: tl.constexpr):
+    """The rows of some pairs, int64; pairs from ``end`` on have row 0."""
+    if INDEXED:
+        return tl.load(index_ptr + pair_K, mask=pair_K < end, other=0).to(tl.int64)
+    return pair_K
 
 
 def grouped_wgrad(

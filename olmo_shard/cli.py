@@ -32,7 +32,7 @@ Overrides = Annotated[
 def prepare(
     sources: Annotated[
         list[str] | None,
-        typer.Argument(help="Text files, folders, .jsonl[.gz|.zst], .parquet."),
+        typer.Argument(help="Folders, text files, .json[l], .ndjson (.gz, .zst), .parquet."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder to write; must not exist.")] = Path(
         "data/prepared"
@@ -40,30 +40,43 @@ def prepare(
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json to use.")] = None,
     train_bpe: Annotated[int | None, typer.Option(help="Train a BPE of this many ids.")] = None,
     stdlib: Annotated[bool, typer.Option(help="Take Python's standard library.")] = False,
-    text_field: Annotated[str, typer.Option(help="Field of JSON and Parquet records.")] = "text",
+    text_field: Annotated[
+        str, typer.Option(help="Field of JSON and Parquet records; meta.text for a nested one.")
+    ] = "text",
     eos: Annotated[str | None, typer.Option(help="Token that ends a document.")] = None,
-    validation_fraction: Annotated[float, typer.Option(help="Share of held-out documents.")] = 0.02,
+    add_eos: Annotated[
+        bool, typer.Option(help="Add that token (<|endoftext|>) to a tokenizer without one.")
+    ] = False,
+    skip_bad: Annotated[bool, typer.Option(help="Skip and count bad files and records.")] = False,
+    validation_fraction: Annotated[
+        float, typer.Option(help="Share of held-out documents, at least one.")
+    ] = 0.02,
 ) -> None:
     """Turn text into token files."""
     from rich.console import Console
 
-    from olmo_shard.data.documents import find_files, standard_library_files
+    from olmo_shard.data.documents.files import find_files, standard_library_files
+    from olmo_shard.data.documents.report import Report
     from olmo_shard.data.prepare import PrepareOptions
     from olmo_shard.data.prepare import prepare as run_prepare
+    from olmo_shard.data.signals import ended_by_signals
 
     if (tokenizer is None) == (train_bpe is None):
         raise ConfigurationError("give exactly one of --tokenizer FILE and --train-bpe IDS")
-    files = find_files(sources or [], text_field)
-    files += standard_library_files() if stdlib else []
     options = PrepareOptions(
         out=out,
         tokenizer=tokenizer,
         bpe_vocab_size=train_bpe,
         eos=eos,
+        add_eos=add_eos,
         validation_fraction=validation_fraction,
     )
     console = Console(highlight=False, soft_wrap=True)
-    meta = run_prepare(files, options, console)
+    report = Report(skip_bad=skip_bad)
+    with ended_by_signals():
+        files = find_files(sources or [], text_field, report)
+        files += standard_library_files() if stdlib else []
+        meta = run_prepare(files, options, console, report)
     counts = ", ".join(
         f"{split} {meta.documents[split]:,} documents, {tokens:,} tokens"
         for split, tokens in meta.tokens.items()
@@ -105,7 +118,6 @@ def train(
                 f"{info.rank} of {info.world_size}: drop --nproc, or unset RANK and WORLD_SIZE "
                 "(under srun: SLURM_STEP_NUM_TASKS)"
             )
-        loaded.check_world(info.world_size)
         for note in info.notes:
             print(note)
         _run_rank(loaded, info)

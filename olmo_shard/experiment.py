@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from rich.console import Console as RichConsole
 
-from olmo_shard.config import Config, dump_yaml
+from olmo_shard.config import Config, dump_yaml, flat
 from olmo_shard.data.coverage import describe_data, describe_end
 from olmo_shard.data.loader import DataLoader
 from olmo_shard.data.validation import open_validation
@@ -22,17 +22,14 @@ from olmo_shard.parallel.apply import parallelize
 from olmo_shard.parallel.shards import ParallelModel
 from olmo_shard.train.callbacks import Callback
 from olmo_shard.train.callbacks.console import Console, print_summary
+from olmo_shard.train.callbacks.events import Events
+from olmo_shard.train.callbacks.expert_map import ExpertMap
 from olmo_shard.train.callbacks.jsonl import JsonLines
 from olmo_shard.train.callbacks.loss_curve import LossCurve
 from olmo_shard.train.callbacks.wandb import WandB
-from olmo_shard.train.records import FILE, Record, read_records
-from olmo_shard.train.start import (
-    check_inputs,
-    check_same_config,
-    check_same_data,
-    opened_run,
-    start_from,
-)
+from olmo_shard.train.precision import describe_precision
+from olmo_shard.train.records import CONFIG_FILE, FILE, Record, read_records
+from olmo_shard.train.start import check_inputs, check_same_data, opened_run, start_from
 from olmo_shard.train.step import TrainStep
 from olmo_shard.train.trainer import Trainer
 
@@ -43,9 +40,9 @@ def run(config: Config, info: RankInfo | None = None, *, scanned: bool = False) 
     :param info: this rank; null for a run of one process.
     :param scanned: whether whoever started this rank has scanned the data already.
     """
-    with runtime(info, config.run) as here:
+    with runtime(info, config.run, config=flat(config.model_dump())) as here:
+        config.check_world(here.world_size)
         mesh = build_mesh(here, config.parallel.expert_parallel)
-        check_same_config(config, mesh)
         check_inputs(config, mesh, scanned=scanned)
         check_same_data(config, mesh.control)
         with opened_run(config, mesh):
@@ -66,9 +63,9 @@ def run(config: Config, info: RankInfo | None = None, *, scanned: bool = False) 
             trainer = Trainer(config, mesh, loader, validation, step, callbacks)
             started = start_from(config, trainer, mesh)
             if here.rank == 0:
-                (trainer.run_dir / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
+                (trainer.run_dir / CONFIG_FILE).write_text(dump_yaml(config), encoding="utf-8")
             notes = _describe(trainer, here, data_parallel)
-            lines = trainer.fit([*notes, started])
+            lines = trainer.fit([*notes, *started])
             data_parallel.close()
             if here.rank == 0:
                 print_summary(console, [*_outcome(config), *lines])
@@ -76,7 +73,7 @@ def run(config: Config, info: RankInfo | None = None, *, scanned: bool = False) 
 
 def _callbacks(config: Config, console: RichConsole) -> list[Callback]:
     tracker: list[Callback] = [] if config.tracking.wandb == "off" else [WandB(console)]
-    return [Console(console), JsonLines(), *tracker, LossCurve()]
+    return [Console(console), Events(), JsonLines(), *tracker, LossCurve(), ExpertMap()]
 
 
 def _describe(trainer: Trainer, here: Runtime, data_parallel: ParallelModel) -> list[str]:
@@ -90,6 +87,7 @@ def _describe(trainer: Trainer, here: Runtime, data_parallel: ParallelModel) -> 
         f"model     {counts.total:,} parameters, {counts.active:,} active per token",
         f"layout    {parallel.mode}, {here.world_size} rank(s) = {here.world_size // ep} ep_dp "
         f"x {ep} ep, {parallel.compute_dtype}, {here.device.type}, {here.threads} thread(s) a rank",
+        describe_precision(parallel),
         f"kernels   {data_parallel.kernels} (parallel.kernels = {parallel.kernels})",
         *([] if connection is None else [f"dispatch  {connection.note}"]),
         *describe_data(loader, step),
@@ -114,5 +112,8 @@ def _outcome(config: Config) -> list[tuple[str, str]]:
 
 
 def _loss(record: Record) -> str:
-    loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
+    if record["loss"] is not None:
+        loss = f"{record['loss']:.4f}"
+    else:
+        loss = "not finite" if record["tokens"] else "no token has a label"
     return f"{loss} (step {record['step']})"

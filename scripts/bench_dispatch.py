@@ -19,13 +19,13 @@ import argparse
 import time
 from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 
 import bench_tables
 import torch
 import torch.distributed as dist
 from bench_tables import Row
 from local_ranks import run_ranks, start_together
+from output_folder import output_folder
 from torch import Tensor
 
 from olmo_shard.config import ParallelConfig
@@ -60,7 +60,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--routing", nargs="+", default=["uniform"], choices=ROUTINGS)
     parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--out", type=Path, help="folder for the table and all figures")
+    parser.add_argument("--out", type=output_folder, help="folder for the table and all figures")
     return parser.parse_args()
 
 

@@ -10,12 +10,12 @@ ratios within a turn.
 import argparse
 import statistics
 import time
-from pathlib import Path
 
 import bench_tables
 from bench_model import build, random_window
 from bench_tables import Row
 from local_ranks import run_ranks, start_together
+from output_folder import output_folder
 
 from olmo_shard.config import load_config
 from olmo_shard.distributed.collectives import gather_objects
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--config", default="configs/cpu-bench.yaml")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2])
     parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--out", type=Path, help="folder for the table and all figures")
+    parser.add_argument("--out", type=output_folder, help="folder for the table and all figures")
     arguments = parser.parse_args()
     rows: list[Row] = []
     for ranks in arguments.ranks:

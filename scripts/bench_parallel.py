@@ -23,6 +23,7 @@ from typing import Any
 import bench_report
 import shaped_network
 from bench_model import build, random_window
+from output_folder import output_folder
 from stopwatch import now
 from torch.distributed import TCPStore
 
@@ -67,7 +68,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rate", help="of each rank's link, such as 1gbit; none: loopback")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="timed steps a turn")
-    parser.add_argument("--out", type=Path, help="folder for the table, the plot and all figures")
+    parser.add_argument(
+        "--out", type=output_folder, help="folder for the table, the plot and all figures"
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     problem = shaped_network.missing_tools() if arguments.rate else None

@@ -20,12 +20,14 @@ TARGETS = (("fsdp, reshard forward", 8, 2.7), ("fsdp, reshard window", 8, 1.0))
 
 
 def write(rows: list[Row], network: str, command: str, out: Path | None) -> None:
-    """Print the tables; with ``out`` also write them, the plot and the figures there."""
+    """Print the tables; with ``out`` also write them, the plot and the figures there.
+
+    :param out: a folder that exists.
+    """
     text = f"`{command}`\n\n{table(rows)}\n\n{checks(rows, network)}\n"
     print(f"\n{text}")
     if out is None:
         return
-    out.mkdir(parents=True, exist_ok=True)
     stem = out / f"parallel-{network}"
     figures = {"network": network, "command": command, "rows": rows}
     stem.with_suffix(".md").write_text(text, encoding="utf-8")

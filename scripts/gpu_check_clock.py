@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from gpu_check_report import Setup
 
-from olmo_shard.nn.flops import peak_flops
+from olmo_shard.nn.peak import peak_flops
 
 WARM, TURNS = 3, 15
 FLUSHED = 256 << 20

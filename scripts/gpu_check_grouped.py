@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from gpu_check_inputs import Draw, Kind, layout_of
 from gpu_check_kernels import DTYPES, named
-from gpu_check_report import Check, Row, Setup, close, equal, poisoned
+from gpu_check_report import Setup, close, equal, poisoned
+from gpu_check_row import Check, Row
 from torch import Tensor
 
 from olmo_shard.kernels.grouped_gemm import grouped_gemm, grouped_gemm_ref

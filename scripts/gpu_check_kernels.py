@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from gpu_check_inputs import Draw, Kind, layout_of
-from gpu_check_report import Check, Row, Setup, close, equal, poisoned
+from gpu_check_report import Setup, close, equal, poisoned
+from gpu_check_row import Check, Row
 from torch import Tensor
 
 from olmo_shard.kernels.accumulate_grad import accumulate_grad, accumulate_grad_norm

@@ -13,7 +13,8 @@ from gpu_check_clock import medians, stated_bandwidth
 from gpu_check_contenders import BF16, copying
 from gpu_check_heap import VirtualHeap, virtual_heaps
 from gpu_check_inputs import Draw, Kind
-from gpu_check_report import Row, Setup, claim
+from gpu_check_report import Setup, claim
+from gpu_check_row import Row
 from torch import Tensor
 
 from olmo_shard.dispatch.mailbox import MailboxLayout

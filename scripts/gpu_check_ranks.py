@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpu_check_inputs import Draw, Kind
-from gpu_check_report import Check, Row, Setup, close
+from gpu_check_report import Setup, close
+from gpu_check_row import Check, Row
 from torch import Tensor
 
 from olmo_shard.dispatch.device_mailbox import DeviceMailbox

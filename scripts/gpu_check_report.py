@@ -1,11 +1,12 @@
-"""What the parts of the GPU check have in common: rows of the report, and how tensors compare."""
+"""What the parts of the GPU check have in common: their set-up, and how tensors compare."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
+from gpu_check_row import Outcome, Row
 from torch import Tensor
 
 from olmo_shard.kernels.language import interpreting
@@ -17,9 +18,6 @@ rounded up to three times on its way.
 """
 INTERPRETED = 2
 """Times as much in the interpreter, which rounds bf16 down."""
-
-Outcome = Literal["passed", "failed", "met", "not met", "measured", "skipped", "not measured"]
-"""``met`` and ``not met`` are said of targets, ``measured`` of figures without one."""
 
 Pairs = Mapping[str, tuple[Tensor, Tensor]]
 """What was found and what was expected, by name."""
@@ -35,25 +33,6 @@ class Setup(NamedTuple):
     def tiny(self) -> bool:
         """On a CPU the interpreter runs the kernels: sizes are tiny, and times say nothing."""
         return self.device.type == "cpu"
-
-
-class Row(NamedTuple):
-    """One line of the report."""
-
-    check: str
-    outcome: Outcome
-    measured: float | None = None
-    unit: str = ""
-    predicted: float | None = None
-    target: str = ""
-    note: str = ""
-
-
-class Check(NamedTuple):
-    """Something that can fail alone."""
-
-    name: str
-    run: Callable[[], Iterable[Row]]
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

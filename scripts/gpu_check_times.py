@@ -24,7 +24,8 @@ from gpu_check_contenders import (
 )
 from gpu_check_inputs import Kind
 from gpu_check_moves import check_adamw, check_moves, check_routing
-from gpu_check_report import Check, Row, Setup, claim
+from gpu_check_report import Setup, claim
+from gpu_check_row import Check, Row
 from torch import Tensor
 
 from olmo_shard.kernels.grouped_gemm import grouped_gemm

@@ -11,13 +11,15 @@ from typing import Any, Literal
 
 import torch
 from bench_model import build, random_window
-from gpu_check_report import Check, Row, Setup, claim
+from gpu_check_report import Setup, claim
+from gpu_check_row import Check, Row
 from stopwatch import now
 
 from olmo_shard.config import Config, RunConfig
 from olmo_shard.distributed.mesh import Mesh, build_mesh
 from olmo_shard.distributed.runtime import runtime
-from olmo_shard.nn.flops import flops_per_token, parameter_counts, peak_flops
+from olmo_shard.nn.flops import flops_per_token, parameter_counts
+from olmo_shard.nn.peak import peak_flops
 from olmo_shard.train.metrics import peak_memory_bytes
 
 LR = 1e-3

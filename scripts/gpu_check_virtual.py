@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from gpu_check_heap import VirtualHeap, virtual_heaps
 from gpu_check_inputs import Draw, Kind, Weights
-from gpu_check_report import Check, Pairs, Row, Setup, close, equal, poisoned
+from gpu_check_report import Pairs, Setup, close, equal, poisoned
+from gpu_check_row import Check, Row
 from torch import Tensor
 
 from olmo_shard.dispatch.capacity import most_rows

@@ -38,6 +38,63 @@ def test_steps_after_the_checkpoint_are_done_and_recorded_once(tmp_path, main):
     assert losses(tmp_path / "run") == straight
 
 
+def test_the_default_saves_at_the_end_and_says_so(tmp_path, main):
+    config = write_config(tmp_path)
+    config.write_text(config.read_text().replace("checkpoint:\n  every: 3\n", ""))
+    code, printed = main("train", config, "train.steps=2", "checkpoint.keep_last=1")
+    assert code == 0, printed
+    assert f"saves     at the end only, keeps the newest 1: {tmp_path}/run/checkpoints" in printed
+    (saved,) = complete_checkpoints(tmp_path / "run")
+    assert saved.name == "step-00000002"
+
+
+def test_an_unfinished_save_is_named_at_the_start_and_removed_after_a_complete_one(tmp_path, main):
+    config = write_config(tmp_path)
+    folder = tmp_path / "run" / "checkpoints"
+    for name in ("step-00000001.partial", "step-00000009.old", "step-00000003.mine"):
+        (folder / name).mkdir(parents=True)
+    line = (
+        "leftover  saves that did not end: step-00000001.partial, step-00000009.old; "
+        "the next complete save removes them"
+    )
+    assert f"# {line}" in main("check", config)[1]
+    code, printed = main("train", config, "train.steps=3")
+    assert code == 0, printed
+    assert line in printed
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000003", "step-00000003.mine"]
+    assert "leftover" not in main("train", config, "train.steps=4")[1]
+
+
+def test_a_second_start_keeps_the_records_of_the_first(tmp_path, main):
+    config = write_config(tmp_path)
+    assert main("train", config, "train.steps=2", "checkpoint.every=null")[0] == 0
+    run = tmp_path / "run"
+    before = (run / "metrics.jsonl").read_bytes(), (run / "eval.jsonl").read_bytes()
+    code, printed = main("train", config, "train.steps=2", "checkpoint.every=null", "run.seed=9")
+    assert code == 0, printed
+    assert f"records   of an earlier start in {run} are now in {run}/earlier-1" in printed
+    earlier = run / "earlier-1"
+    assert (
+        (earlier / "metrics.jsonl").read_bytes(),
+        (earlier / "eval.jsonl").read_bytes(),
+    ) == before
+    assert "seed: 3" in (earlier / "config.yaml").read_text()
+    assert "seed: 9" in (run / "config.yaml").read_text()
+    assert losses(run) != losses(earlier)
+
+
+def test_a_resume_from_another_folder_keeps_the_records_here(tmp_path, main):
+    config = write_config(tmp_path)
+    assert main("train", config, "train.steps=3", f"run.dir={tmp_path / 'a'}")[0] == 0
+    run = [f"run.dir={tmp_path / 'b'}", "checkpoint.every=null", "train.steps=4"]
+    assert main("train", config, *run)[0] == 0
+    source = complete_checkpoints(tmp_path / "a")[-1]
+    code, printed = main("train", config, *run, f"checkpoint.resume={source}")
+    assert code == 0, printed
+    assert len(losses(tmp_path / "b" / "earlier-1")) == 4
+    assert len(losses(tmp_path / "b")) == 1
+
+
 @pytest.mark.parametrize("mode", ["mode=ddp", "fsdp.reshard=window"])
 def test_evaluation_changes_nothing(tmp_path, main, mode):
     config = write_config(tmp_path)
@@ -46,10 +103,16 @@ def test_evaluation_changes_nothing(tmp_path, main, mode):
     for name, every in (("with", 1), ("without", 0)):
         run = tmp_path / name
         code, printed = main(
-            "train", config, *shared, f"run.dir={run}", f"eval.every={every}", "checkpoint.every=0"
+            "train",
+            config,
+            *shared,
+            f"run.dir={run}",
+            f"eval.every={every}",
+            "checkpoint.every=null",
         )
         assert code == 0, printed
         assert not (run / "checkpoints").exists()
+        assert "saves     nothing, not even at the end (checkpoint.every = null)" in printed
         found.append(losses(run))
     assert found[0] == found[1]
 
@@ -80,6 +143,7 @@ def test_init_from_starts_a_new_run_from_weights(tmp_path, main):
         (["checkpoint.resume=/nowhere"], r"checkpoint /nowhere: no such checkpoint"),
         (["checkpoint.init_from=/nowhere"], r"checkpoint /nowhere: no such checkpoint"),
         (["train.steps=null", "train.epochs=0.01"], r"less than one step"),
+        (["schedule.warmup_steps=7"], "schedule.warmup_steps = 7 do not fit into 6 steps"),
     ],
 )
 @pytest.mark.parametrize("command", ["train", "check"])
@@ -191,7 +255,13 @@ def test_a_step_read_late_is_still_recorded(tmp_path, main, monkeypatch):
     config = write_config(tmp_path)
     for name, steps in (("one", 1), ("five", 5)):
         run = tmp_path / name
-        overrides = [f"run.dir={run}", f"train.steps={steps}", "eval.every=0", "checkpoint.every=0"]
+        overrides = [
+            f"run.dir={run}",
+            f"train.steps={steps}",
+            "eval.every=0",
+            "checkpoint.every=null",
+            "schedule.warmup_steps=1",
+        ]
         assert main("train", config, *overrides)[0] == 0
         assert [r["step"] for r in records(run)] == list(range(1, steps + 1))
 

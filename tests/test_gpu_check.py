@@ -4,6 +4,7 @@ What it says of a GPU no test here can know; that it runs, compares and reports 
 """
 
 import json
+import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 pytest.importorskip("triton", reason="Triton exists on Linux alone")
 
 from olmo_shard.distributed.runtime import Runtime
+from tests.support.blocked import without
 from tests.support.device_heap import SharedDeviceHeap
 from tests.support.ranks import mesh_of
 
@@ -23,15 +25,25 @@ sys.path.append(str(SCRIPTS))  # scripts import each other by their bare names
 gpu_check = import_module("gpu_check")
 gpu_check_ranks = import_module("gpu_check_ranks")
 gpu_check_report = import_module("gpu_check_report")
+gpu_check_row = import_module("gpu_check_row")
 
 # Part a has a wrong reference and a check that raises; part b dies in the middle, part c hangs.
+# Parts b and c start without torch, so that part c is far from its time limit when it hangs.
 BROKEN = """
 import os, signal, sys, time, types
 sys.path.insert(0, {scripts!r})
-import gpu_check_kernels, gpu_check_part
-from gpu_check_report import Check, Row
+import gpu_check_part
+from gpu_check_row import Check, Row
 
-gpu_check_kernels.sum_pairs_ref = lambda y, pairs: y.new_zeros(len(pairs), y.shape[1])
+def light(self, device, seed):
+    self.setup = types.SimpleNamespace(device=types.SimpleNamespace(type=device))
+    return []
+
+if sys.argv[1] == "a":
+    import gpu_check_kernels
+    gpu_check_kernels.sum_pairs_ref = lambda y, pairs: y.new_zeros(len(pairs), y.shape[1])
+elif sys.argv[1] in ("b", "c"):
+    gpu_check_part.Part.start = light
 
 def raises():
     raise ValueError("out of luck")
@@ -46,7 +58,7 @@ def module(name, *found):
 fine = Check("fine", lambda: [Row("fine", "passed")])
 module("first", Check("raises", raises), fine)
 module("second", fine, Check("dies", dies))
-module("third", fine, Check("hangs", lambda: time.sleep(100)))
+module("third", fine, Check("hangs", lambda: time.sleep(1000)))
 gpu_check_part.MODULES |= {{
     "a": ("first", "gpu_check_kernels"), "b": ("second",), "c": ("third",)
 }}
@@ -57,32 +69,52 @@ gpu_check_part.main()
 def rows_of(path: Path) -> dict[str, list[Any]]:
     document = json.loads(path.read_text())
     return {
-        each["part"]: [gpu_check_report.Row(**row) for row in each["rows"]]
+        each["part"]: [gpu_check_row.Row(**row) for row in each["rows"]]
         for each in document["parts"]
     }
 
 
-def test_on_a_cpu_everything_passes_and_nothing_is_measured(tmp_path, capfd):
-    assert (
-        gpu_check.main(["--device", "cpu", "--parts", "abc", "--json", f"{tmp_path}/x.json"]) == 0
+@pytest.mark.slow
+def test_on_a_cpu_everything_passes_and_nothing_is_measured(tmp_path) -> None:
+    """With torch and Triton alone: part d names the packages that it lacks, the others run."""
+    environ = without(tmp_path, "pydantic", "ruamel", "einops", "rich", "typer")
+    arguments = ["--device", "cpu", "--json", tmp_path / "new" / "x.json"]
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "gpu_check.py", *arguments],
+        env=environ,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
     )
-    printed = capfd.readouterr().out
-    found = rows_of(tmp_path / "x.json")
+    assert done.returncode == 1  # a part could not start
+    found = rows_of(tmp_path / "new" / "x.json")
     assert {row.outcome for part in "ab" for row in found[part]} == {"passed"}
     assert {row.outcome for row in found["c"]} == {"not measured"}
     assert {row.note for row in found["c"]} == {"not measured on a CPU"}
+    assert {row.outcome for row in found["e"]} == {"skipped"}
     assert len(found["a"]) >= 25
-    assert "| b | 8 ranks: rows as sent |" in printed
-    assert "| c | push_rows, uniform |" in printed
-    document = json.loads((tmp_path / "x.json").read_text())
+    lacking = (
+        "einops, pydantic, ruamel.yaml are missing: "
+        "pip install 'einops>=0.8' 'pydantic>=2.9' 'ruamel.yaml>=0.18.6'"
+    )
+    assert [(row.outcome, row.note) for row in found["d"]] == [("skipped", lacking)]
+    machine = {row.check: row for row in found["machine"]}
+    assert machine["modules of part d"].outcome == "failed"
+    assert machine["one-line kernel"].outcome == "passed"
+    assert machine["free memory"].note == "needs a GPU"
+    assert "| b | 8 ranks: rows as sent |" in done.stdout
+    assert "| c | push_rows, uniform |" in done.stdout
+    assert f"| d | part d |  |  |  | skipped | {lacking} |" in done.stdout
+    document = json.loads((tmp_path / "new" / "x.json").read_text())
     assert document["machine"]["torch"] == torch.__version__
     assert document["date"]
 
 
+@pytest.mark.slow
 def test_what_fails_is_reported_and_the_rest_runs(tmp_path, capfd, monkeypatch):
     program = tmp_path / "part.py"
     program.write_text(BROKEN.format(scripts=str(SCRIPTS)))
-    limits = {"a": 60.0, "b": 60.0, "c": 12.0, "e": 60.0}
+    limits = {"machine": 60.0, "a": 250.0, "b": 60.0, "c": 12.0, "e": 60.0}
     monkeypatch.setattr(gpu_check, "limit_of", lambda part, device, saved: limits[part])
     arguments = ["--device", "cpu", "--parts", "abce", "--json", f"{tmp_path}/x.json"]
     assert gpu_check.main(arguments, program) == 1
@@ -111,7 +143,10 @@ def test_unknown_parts_are_refused(arguments, capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so(capsys):
     assert gpu_check.main([]) == 2
-    assert "--device cpu" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "--device cpu" in said.err
+    assert "| machine | CUDA device |" in said.out
+    assert "| a |" not in said.out
 
 
 def two_ranks(rank: Runtime) -> list[Any]:
@@ -164,6 +199,6 @@ def test_targets_are_claimed_of_a_gpu_alone(measured, at_most, outcome):
     found = row("cuda")
     assert found.outcome == outcome
     assert found.target == ("<= 1.2" if at_most else ">= 1.2")
-    assert row("cpu")._replace(unit="") == gpu_check_report.Row(
+    assert row("cpu")._replace(unit="") == gpu_check_row.Row(
         "c", "not measured", note="not measured on a CPU"
     )

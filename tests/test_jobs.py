@@ -1,5 +1,6 @@
 """Jobs of several processes, to their end or to a kill; few, since slow. Runs in CI."""
 
+import math
 import os
 import re
 import signal
@@ -11,12 +12,14 @@ import pytest
 from olmo_shard.config import load_config
 from tests.support.commands import children, finish, losses, records, start
 from tests.support.configs import write_config
+from tests.support.wandb_segment import segment_steps
+from tests.support.wandb_server import silent_server
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 FIELDS = {
-    "step", "loss", "grad_norm", "lr", "tokens", "tokens_total", "step_seconds",
+    "step", "loss", "perplexity", "grad_norm", "lr", "tokens", "tokens_total", "step_seconds",
     "tokens_per_second", "mfu", "wire_bytes", "exposed_seconds", "skipped_steps", "memory_bytes",
     "load_max_over_mean",
     "dead_experts", "expert_bias_range", "lb_loss", "router_z_loss",
@@ -92,17 +95,61 @@ def test_prepare_check_train_on_two_ranks_then_resume_twice(tmp_path, main):
         assert record["dropped_routes"] == [0]
         assert record["waited_seconds"][0] <= record["waited_seconds_max"] < record["step_seconds"]
         assert record["waited_least_rank"] in (0, 1)
-    assert [r["step"] for r in records(run, "eval.jsonl")] == [3, 6, 9, 10, 12, 15]
+    evals = records(run, "eval.jsonl")
+    assert [r["step"] for r in evals] == [3, 6, 9, 10, 12, 15]
+    assert [r["tokens_total"] for r in evals] == [256 * r["step"] for r in evals]
+    assert found[-1]["perplexity"] == pytest.approx(math.exp(found[-1]["loss"]))
+    experts = records(run, "experts.jsonl")
+    assert [(r["first_step"], r["step"]) for r in experts] == [(1, 6), (7, 10), (11, 15)]
+    for line in experts:
+        (counts,) = line["counts"]
+        routes = 2 * 256 * (line["step"] - line["first_step"] + 1)
+        assert (line["layers"], len(counts), sum(counts)) == ([1], 4, routes), "top-2 of 4"
+    assert (run / "experts.png").read_bytes().startswith(PNG)
+    resumes = [r for r in records(run, "events.jsonl") if r["event"] == "resume"]
+    assert [(r["step"], r["ranks"], r["expert_parallel"]) for r in resumes] == [
+        (6, 2, 2),
+        (10, 2, 2),
+    ]
+    assert resumes[1]["reason"] == "the start before reached its end, step 10"
+    assert resumes[1]["checkpoint"].endswith("step-00000010")
 
     segments = sorted(str(path) for path in (run / "wandb").glob("offline-run-*"))
     assert len(segments) == 3, "one segment a start, from one rank"
     assert len({segment.rsplit("-", 1)[1] for segment in segments}) == 1, "one run id"
     assert f"wandb sync {' '.join(segments)}" in summary
+    steps = [step for segment in segments for step in segment_steps(segment)]
+    assert steps == list(range(1, 16)), "one axis over all segments"
+
+
+def test_a_tracker_that_never_answers_stops_no_job(tmp_path):
+    """Two ranks whose timeout is shorter than the tracker's own; the other rank waits for none."""
+    config = write_config(tmp_path)
+    with silent_server() as url:
+        job = start(
+            "train", config, "tracking.wandb=auto", "tracking.init_seconds=2",
+            "run.timeout_seconds=60", "eval.every=0", "checkpoint.every=null", "--nproc", "2",
+            env={
+                "WANDB_MODE": "online", "WANDB_API_KEY": "x" * 40, "WANDB_BASE_URL": url,
+                "HOME": str(tmp_path),
+            },
+        )  # fmt: skip
+        code, output = finish(job)
+    assert code == 0, output
+    (segment,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
+    assert segment_steps(segment) == [r["step"] for r in records(tmp_path / "run")]
+    line = f"W&B       offline: {segment} (no answer from {url} within 2 s)"
+    assert output.count(line) == 1, output
 
 
 def test_torchrun_and_bare_variables_join_as_ranks(tmp_path):
     config = write_config(tmp_path)
-    shared = ["parallel.expert_parallel=2", "train.steps=2", "eval.every=0", "checkpoint.every=0"]
+    shared = [
+        "parallel.expert_parallel=2",
+        "train.steps=2",
+        "eval.every=0",
+        "checkpoint.every=null",
+    ]
     arguments = ["--standalone", "--nproc-per-node", "2", "-m", "olmo_shard", "train", config]
     code, output = finish(
         start(*arguments, *shared, f"run.dir={tmp_path / 'a'}", module="torch.distributed.run")
@@ -122,10 +169,31 @@ def test_torchrun_and_bare_variables_join_as_ranks(tmp_path):
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
 
 
+def test_ranks_with_another_layout_end_at_once_with_the_field(tmp_path):
+    """Without a launcher: each rank ends by itself, long before the timeout of 600 s."""
+    config = write_config(tmp_path)
+    address = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29714"}
+    processes = [
+        start(
+            "train", config, f"parallel.expert_parallel={4 - 3 * rank}",
+            env=address | {"RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for process in processes:
+        code, output = finish(process, seconds=60)
+        assert code == 2
+        assert (
+            "olmo-shard: the ranks have different configs: parallel.expert_parallel = 4 on rank 0, "
+            "1 on rank 1; start every rank with the same configs"
+        ) in output
+    assert not (tmp_path / "run").exists()
+
+
 def test_two_jobs_at_once_and_one_loses_a_rank(tmp_path):
     """Both take free ports; one loses a rank, ends in seconds and says why; the other goes on."""
     config = write_config(tmp_path)
-    shared = ["parallel.expert_parallel=2", "eval.every=0", "checkpoint.every=0", "--nproc", "2"]
+    shared = ["parallel.expert_parallel=2", "eval.every=0", "checkpoint.every=null", "--nproc", "2"]
     job = start("train", config, *shared, f"run.dir={tmp_path / 'a'}", "train.steps=100000")
     other = start("train", config, *shared, f"run.dir={tmp_path / 'b'}", "train.steps=8")
     metrics = tmp_path / "a" / "metrics.jsonl"
@@ -165,6 +233,7 @@ if os.environ.get("RANK") == "1":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "owner", "function", "layout"),
     [
@@ -192,7 +261,7 @@ def test_a_rank_lost_in_the_middle_of_an_overlap_ends_all(
     (tmp_path / "sitecustomize.py").write_text(code)
     job = start(
         "train", config, "parallel.ddp.bucket_cap_mb=0.01", "train.global_batch_tokens=96", *layout,
-        "train.steps=1000", "eval.every=0", "checkpoint.every=0", "--nproc", "3",
+        "train.steps=1000", "eval.every=0", "checkpoint.every=null", "--nproc", "3",
         env={"PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     code, output = finish(job, seconds=60)
@@ -201,9 +270,27 @@ def test_a_rank_lost_in_the_middle_of_an_overlap_ends_all(
     assert len(records(tmp_path / "run")) <= 2
 
 
+@pytest.mark.slow
+def test_a_rank_that_leaves_with_exit_code_0_is_named(tmp_path):
+    config = write_config(tmp_path)
+    place = {"module": "olmo_shard.parallel", "owner": "reduce", "function": "reduce_scatter_start"}
+    code = SABOTAGE.format(**place, action="os._exit(0)", call=3)
+    (tmp_path / "sitecustomize.py").write_text(code)
+    job = start(
+        "train", config, "train.steps=1000", "--nproc", "2", env={"PYTHONPATH": str(tmp_path)}
+    )
+    code, output = finish(job, seconds=60)
+    assert code == 1, output
+    message = (
+        "rank 1 of 2 failed first: left in the middle of the run with exit code 0; rank 0 says"
+    )
+    assert message in output.splitlines()[-1]
+
+
+@pytest.mark.slow
 def test_a_rank_that_sleeps_is_named_after_the_timeout(tmp_path):
     config = write_config(tmp_path)
-    shared = ["run.timeout_seconds=10", "eval.every=0", "checkpoint.every=0", "--nproc", "2"]
+    shared = ["run.timeout_seconds=10", "eval.every=0", "checkpoint.every=null", "--nproc", "2"]
     job = start("train", config, *shared, "train.steps=100000")
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 60
@@ -221,7 +308,12 @@ def test_a_rank_that_sleeps_is_named_after_the_timeout(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_ending_the_launcher_ends_its_ranks(tmp_path, number):
     config = write_config(tmp_path)
-    job = start("train", config, "train.steps=100000", "eval.every=0", "--nproc", "2")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    job = start(
+        "train", config, "train.steps=100000", "eval.every=0", "--nproc", "2",
+        env={"TMPDIR": str(temporary)},
+    )  # fmt: skip
     deadline = time.monotonic() + 60
     while len(children(job.pid)) < 2:
         assert time.monotonic() < deadline
@@ -235,3 +327,4 @@ def test_ending_the_launcher_ends_its_ranks(tmp_path, number):
     while any(Path(f"/proc/{pid}").exists() for pid in ranks):
         assert time.monotonic() < deadline, "ranks are left behind"
         time.sleep(0.1)
+    assert not list(temporary.glob("olmo_shard-*"))

@@ -1,14 +1,14 @@
 """From a YAML file and dotted overrides to a validated Config."""
 
-import difflib
 import io
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
+from olmo_shard.config.explain import Origins, explain, merged_origins, origins_of
 from olmo_shard.config.root import Config
 from olmo_shard.errors import ConfigurationError
 
@@ -20,10 +20,15 @@ def load_config(path: str, overrides: list[str] | None = None) -> Config:
     :param overrides: ``section.field=value`` with the value in YAML; list items go by number.
     :raises ConfigurationError: naming the field, its value, the rule and the nearest valid key.
     """
-    tree = _read_tree(Path(path), ())
+    tree, origins = _read_tree(Path(path), ())
     for override in overrides or []:
         _apply_override(tree, override)
-    return _validate(tree, path)
+        name = override.partition("=")[0]
+        origins[tuple(name.split("."))] = f"the override {override}"
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigurationError(explain(error, path, origins)) from error
 
 
 def dump_yaml(config: Config) -> str:
@@ -37,7 +42,8 @@ def dump_yaml(config: Config) -> str:
     return buffer.getvalue()
 
 
-def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+def _read_tree(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], Origins]:
+    """The sections of a file over those of the file that it extends, and the origin of each key."""
     if path.resolve() in seen:
         chain = " -> ".join(str(p) for p in (*seen, path))
         raise ConfigurationError(f"extends goes round in a circle: {chain}")
@@ -50,11 +56,13 @@ def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigurationError(f"the config {path} holds no sections (a YAML mapping is needed)")
     base = tree.pop("extends", None)
+    origins = origins_of(tree, str(path))
     if base is None:
-        return tree
+        return tree, origins
     if not isinstance(base, str):
         raise ConfigurationError(f"{path}: extends = {base!r} must be the path of one YAML file")
-    return _merge(_read_tree(path.parent / base, (*seen, path.resolve())), tree)
+    below, below_origins = _read_tree(path.parent / base, (*seen, path.resolve()))
+    return _merge(below, tree), merged_origins(below_origins, origins)
 
 
 def _yaml(text: str, where: str) -> Any:
@@ -113,53 +121,3 @@ def _child(node: Any, part: str, override: str) -> Any:
             )
         return node[int(part)]
     raise ConfigurationError(f"override {override!r}: {part!r} lies below {node!r}, a plain value")
-
-
-def _validate(tree: dict[str, Any], path: str) -> Config:
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        lines = dict.fromkeys(_explain(item) for item in error.errors(include_url=False))
-        raise ConfigurationError("\n".join([f"the config {path} is not valid:", *lines])) from error
-
-
-def _explain(item: Any) -> str:
-    # The alternatives of a union are marked by what pydantic calls them: not a part of the path.
-    location = [str(part) for part in item["loc"] if not _is_union_tag(str(part))]
-    where = ".".join(location)
-    if item["type"] == "extra_forbidden":
-        return f"  {where}: unknown key (value {item['input']!r}){_nearest(location)}"
-    if item["type"] == "missing":
-        return f"  {where}: missing; it has no default"
-    message = item["msg"].removeprefix("Value error, ")
-    if item["type"] == "value_error":
-        return f"  {where}: {message}" if where else f"  {message}"
-    if item["type"] in ("model_type", "model_attributes_type"):
-        message = "a section is needed, with fields below it"
-    if item["type"] == "int_type" and isinstance(item["input"], float):
-        message = "a whole number is needed, written without a point or exponent"
-    return f"  {where} = {item['input']!r}: {message}"
-
-
-def _is_union_tag(part: str) -> bool:
-    return part in ("str", "constrained-str") or part.startswith(("list[", "function-"))
-
-
-def _nearest(location: list[str]) -> str:
-    """The valid key that comes closest to an unknown one, else all valid keys."""
-    model: Any = Config
-    for part in location[:-1]:
-        field = model.model_fields.get(part) if hasattr(model, "model_fields") else None
-        candidates = _models_in(field.annotation) if field else [model]
-        if not candidates:
-            return ""
-        model = candidates[0]
-    keys = list(model.model_fields)
-    close = difflib.get_close_matches(location[-1], keys, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else f"; valid keys: {', '.join(keys)}"
-
-
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [m for arg in getattr(annotation, "__args__", ()) for m in _models_in(arg)]

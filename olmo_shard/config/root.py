@@ -1,8 +1,5 @@
 """The whole config, and the rules that span sections or need the number of ranks."""
 
-import hashlib
-import json
-
 from pydantic import model_validator
 
 from olmo_shard.config.base import Section
@@ -49,10 +46,6 @@ class Config(Section):
                 f"model.moe.num_experts = {self.model.moe.num_experts}"
             )
         return self
-
-    def digest(self) -> str:
-        """SHA-256 of the resolved config, equal on every rank of one run."""
-        return hashlib.sha256(json.dumps(self.model_dump(), sort_keys=True).encode()).hexdigest()
 
     def check_world(self, world_size: int) -> None:
         """Rules that need the number of ranks.

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from olmo_shard.config.base import Section
+from olmo_shard.config.run import RunConfig
 
 
 class SpikeConfig(Section):
@@ -62,8 +63,10 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every: int = Field(default=0, ge=0)
-    """Steps between checkpoints, and one at the end; 0 means never, the end included."""
+    every: int | None = Field(default=0, ge=0)
+    """Steps between checkpoints. A checkpoint at the end always follows; 0 saves at the end only,
+    and null saves nothing.
+    """
     keep_last: int | None = Field(default=None, gt=0)
     """Checkpoints to keep; null keeps all."""
     resume: str = "auto"
@@ -74,8 +77,29 @@ class CheckpointConfig(Section):
 
 class TrackingConfig(Section):
     wandb: Literal["auto", "offline", "off"] = "auto"
-    """``auto`` is online where a key and the server are at hand, else offline."""
+    """``auto`` is online where a key is at hand and the server answers, else offline."""
     project: str = "olmo_shard"
     entity: str | None = None
     name: str | None = None
     """Display name of the run; null takes the last part of run.dir."""
+    init_seconds: float = Field(default=30.0, gt=0, le=3600)
+    """Seconds in which W&B must have opened an online run, else the run is tracked offline. Never
+    more than a quarter of run.timeout_seconds. Training does not wait meanwhile.
+    """
+    finish_seconds: float = Field(default=60.0, gt=0, le=3600)
+    """Seconds in which W&B must have finished after the last step; the rest stays on disk. Never
+    more than half of run.timeout_seconds. W&B writes to disk every 15 seconds, so a value below 20
+    can lose the last steps of a run whose server is silent (metrics.jsonl has them).
+    """
+    experts_every: int = Field(default=100, ge=0)
+    """Steps between two lines of experts.jsonl (and pictures of expert load in W&B). A line at the
+    end always follows; 0 means at the end only.
+    """
+
+    def init_bound(self, run: RunConfig) -> float:
+        """Seconds after which an online start is given up."""
+        return min(self.init_seconds, run.timeout_seconds / 4)
+
+    def finish_bound(self, run: RunConfig) -> float:
+        """Seconds after which the tracker is ended."""
+        return min(self.finish_seconds, run.timeout_seconds / 2)

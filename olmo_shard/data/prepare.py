@@ -5,34 +5,43 @@ holds the vocabulary, every document ended by EOS), tokenizer.json and meta.json
 once, when complete.
 """
 
-import hashlib
-import math
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, get_args
+from typing import get_args
 
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
-from olmo_shard.data.documents import InputFile
+from olmo_shard.data.cuts import PIECE, Cutter
+from olmo_shard.data.documents.files import InputFile
+from olmo_shard.data.documents.report import Report
+from olmo_shard.data.encode import encode, pieces_of
 from olmo_shard.data.meta import Meta, TokenType
-from olmo_shard.data.tokenizer import eos_id, load_tokenizer, sample, sampling_step, train_bpe
+from olmo_shard.data.splits import SplitWriter, write_splits
+from olmo_shard.data.tokenizer import (
+    add_eos,
+    eos_id,
+    load_tokenizer,
+    new_byte_level,
+    sample,
+    sampling_step,
+    train_bpe,
+)
 from olmo_shard.errors import DataError
 
-_BATCH = 256
-"""Documents that are encoded at once, in parallel."""
 SPLITS = ("train", "validation")
+_LONG_PIECE = 16 * PIECE
+"""Characters of a piece whose memory is worth a line to the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
-    """What the command line says besides the sources."""
+    """The options of the command line besides the sources."""
 
     out: Path
     tokenizer: Path | None
@@ -40,34 +49,25 @@ class PrepareOptions:
     bpe_vocab_size: int | None
     """Ids of the BPE to train where no tokenizer is given."""
     eos: str | None
+    """The special token that ends a document; ``None`` means one of the usual names."""
+    add_eos: bool = False
+    """Whether ``eos`` is added to the tokenizer."""
     validation_fraction: float
     """Share of the documents that go to validation, in 0 .. 0.5."""
 
 
-class _SplitWriter:
-    """Appends documents to one token file."""
-
-    def __init__(self, file: BinaryIO, dtype: np.dtype) -> None:
-        self.file, self.dtype = file, dtype
-        self.tokens = self.documents = 0
-        self.digest = hashlib.sha256()
-
-    def write(self, ids: list[int]) -> None:
-        data = np.asarray(ids, dtype=self.dtype).tobytes()
-        self.file.write(data)
-        self.digest.update(data)
-        self.tokens += len(ids)
-        self.documents += 1
-
-
-def prepare(files: list[InputFile], options: PrepareOptions, console: Console) -> Meta:
-    """Tokenize files into a new folder.
+def prepare(
+    files: list[InputFile], options: PrepareOptions, console: Console, report: Report
+) -> Meta:
+    """Tokenize files into a new folder, and print what was skipped or replaced.
 
     :raises DataError: for bad input, or where the folder exists.
     """
     _check(files, options)
     with _progress(console) as progress:
-        tokenizer = _tokenizer(files, options, progress)
+        tokenizer = _tokenizer(files, options, progress, report.skip_bad)
+        if options.add_eos:
+            add_eos(tokenizer, options.eos)
         # Beside the target, so that the rename at the end stays on one file system.
         with (
             _unwritable_as(options.out),
@@ -75,10 +75,12 @@ def prepare(files: list[InputFile], options: PrepareOptions, console: Console) -
         ):
             folder = Path(temporary) / "data"
             folder.mkdir()
-            meta = _write(files, tokenizer, folder, options, progress)
+            meta = _write(files, tokenizer, folder, options, progress, report)
             tokenizer.save(str(folder / "tokenizer.json"))
             meta.save(folder)
             folder.rename(options.out)
+    for line in report.lines():
+        console.print(line, markup=False)
     return meta
 
 
@@ -92,6 +94,7 @@ def narrowest_type(vocab_size: int) -> TokenType:
 
 @contextmanager
 def _unwritable_as(out: Path) -> Iterator[None]:
+    # The readers of the input turn their own errors into messages that name the input.
     try:
         yield
     except OSError as error:
@@ -113,13 +116,22 @@ def _check(files: list[InputFile], options: PrepareOptions) -> None:
         )
 
 
-def _tokenizer(files: list[InputFile], options: PrepareOptions, progress: Progress) -> Tokenizer:
+def _tokenizer(
+    files: list[InputFile], options: PrepareOptions, progress: Progress, skip_bad: bool
+) -> Tokenizer:
     if options.tokenizer is not None:
-        return load_tokenizer(options.tokenizer)
+        return load_tokenizer(
+            options.tokenizer, lambda line: progress.console.print(line, markup=False)
+        )
     assert options.bpe_vocab_size is not None
+    tokenizer = new_byte_level()
     every = sampling_step(sum(file.size for file in files))
-    documents = _documents(files, progress, "train BPE")
-    return train_bpe(sample(documents, every), options.bpe_vocab_size)
+    # The pass that writes the ids counts what is skipped; this one does not count it again.
+    documents = _documents(files, progress, "train BPE", Report(skip_bad=skip_bad))
+    # Training locks its tokenizer, so another one of the same kind decides where to cut.
+    pieces = pieces_of(sample(documents, every), Cutter(new_byte_level()))
+    train_bpe(tokenizer, (piece.text for piece in pieces), options.bpe_vocab_size)
+    return tokenizer
 
 
 def _write(
@@ -128,21 +140,25 @@ def _write(
     folder: Path,
     options: PrepareOptions,
     progress: Progress,
+    report: Report,
 ) -> Meta:
     vocab_size = _id_bound(tokenizer)
     type_name, eos = narrowest_type(vocab_size), eos_id(tokenizer, options.eos)
-    dtype = np.dtype(type_name)
+    fraction, cutter = options.validation_fraction, Cutter(tokenizer)
     with ExitStack() as stack:
         train, validation = (
-            _SplitWriter(stack.enter_context((folder / f"{split}.bin").open("wb")), dtype)
+            SplitWriter(
+                stack.enter_context((folder / f"{split}.bin").open("w+b")), np.dtype(type_name)
+            )
             for split in SPLITS
         )
-        encoded = _encode(_documents(files, progress, "tokenize"), tokenizer)
-        for number, ids in enumerate(encoded, start=1):
-            held_out = _held_out(number, options.validation_fraction)
-            (validation if held_out else train).write([*ids, eos])
+        documents = _documents(files, progress, "tokenize", report)
+        encoded = encode(pieces_of(documents, cutter), tokenizer)
+        write_splits(encoded, eos, fraction, train, validation)
     if not train.tokens:
         raise DataError(f"the {len(files)} source file(s) hold no text to train on")
+    for line in _remarks(train, validation, fraction, cutter):
+        progress.console.print(line, markup=False)
     writers = dict(zip(SPLITS, (train, validation), strict=True))
     return Meta(
         dtype=type_name,
@@ -150,13 +166,24 @@ def _write(
         eos_id=eos,
         tokens={split: writer.tokens for split, writer in writers.items()},
         documents={split: writer.documents for split, writer in writers.items()},
-        sha256={split: writer.digest.hexdigest() for split, writer in writers.items()},
+        sha256={split: writer.sha256 for split, writer in writers.items()},
     )
 
 
-def _held_out(number: int, fraction: float) -> bool:
-    """Whether the ``number``-th document (from 1) goes to validation: evenly spread ones do."""
-    return math.floor(number * fraction) > math.floor((number - 1) * fraction)
+def _remarks(
+    train: SplitWriter, validation: SplitWriter, fraction: float, cutter: Cutter
+) -> Iterator[str]:
+    """Lines about what a user might not expect."""
+    count = train.documents + validation.documents
+    if fraction and not validation.documents:
+        yield "validation: empty, as the only document stays in train"
+    elif fraction and count * fraction < 1:
+        yield f"validation: the last of {count} documents, as {fraction:g} of them is none"
+    if cutter.longest_piece > _LONG_PIECE:
+        yield (
+            f"memory: {cutter.longest_piece:,} characters were encoded at once, since the text or "
+            "the tokenizer allows no cut there that keeps the ids"
+        )
 
 
 def _id_bound(tokenizer: Tokenizer) -> int:
@@ -164,20 +191,13 @@ def _id_bound(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def _encode(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
-    # The name of a special token inside a text is text: it must not end the document.
-    tokenizer.encode_special_tokens = True
-    remaining = iter(documents)
-    while batch := list(islice(remaining, _BATCH)):
-        for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
-            yield encoding.ids
-
-
-def _documents(files: list[InputFile], progress: Progress, what: str) -> Iterator[str]:
+def _documents(
+    files: list[InputFile], progress: Progress, what: str, report: Report
+) -> Iterator[str]:
     """All documents that are not empty, with progress by bytes of finished files."""
     task = progress.add_task(what, total=sum(file.size for file in files))
     for file in files:
-        yield from (text for text in file.documents() if text)
+        yield from file.documents(report)
         progress.advance(task, file.size)
 
 

@@ -7,8 +7,8 @@ A rank's error is written by torch's ``record`` to the file that the launcher na
 import json
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -39,9 +39,19 @@ def read_failure(path: Path, rank: int, exit_code: int) -> Failure:
     return Failure(rank=rank, message=message, when=path.stat().st_mtime, exit_code=exit_code)
 
 
-def first_cause(failures: list[Failure]) -> Failure:
-    """The earliest failure that is not just the loss of a peer."""
-    return min(failures, key=lambda failure: (is_lost_peer(failure.message), failure.when))
+def first_cause(failures: list[Failure], ended_well: Sequence[int] = ()) -> Failure:
+    """The earliest failure that is not just the loss of a peer.
+
+    :param ended_well: ranks that ended with exit code 0. Where every failure is the loss of a peer,
+        the first of these ranks left in the middle of the run, and that is the cause.
+    """
+    first = min(failures, key=lambda failure: (is_lost_peer(failure.message), failure.when))
+    if not ended_well or not is_lost_peer(first.message):
+        return first
+    message = (
+        f"left in the middle of the run with exit code 0; rank {first.rank} says: {first.message}"
+    )
+    return replace(first, rank=ended_well[0], message=message)
 
 
 def launcher_reports(environ: Mapping[str, str] = os.environ) -> bool:

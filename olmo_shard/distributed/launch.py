@@ -47,7 +47,7 @@ def launch_local(arguments: list[str], nproc: int) -> int:
         ]
     if not failures:
         return 0
-    first = first_cause(failures)
+    first = first_cause(failures, [rank for rank, code in codes.items() if code == 0])
     alike = len(failures) == nproc and len({failure.message for failure in failures}) == 1
     who = f"all {nproc} ranks failed" if alike else f"rank {first.rank} of {nproc} failed first"
     print(f"olmo-shard: {who}: {first.message}", file=sys.stderr)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from olmo_shard.config import RunConfig
 from olmo_shard.distributed.environment import SINGLE, RankInfo
+from olmo_shard.distributed.started_alike import Fields, check_started_alike, versions
 from olmo_shard.distributed.work import complete_all
 from olmo_shard.errors import ConfigurationError, LaunchError
 
@@ -29,16 +30,23 @@ class Runtime:
 
 @contextmanager
 def runtime(
-    info: RankInfo | None = None, run: RunConfig | None = None, *, served: bool | None = None
+    info: RankInfo | None = None,
+    run: RunConfig | None = None,
+    *,
+    config: Fields | None = None,
+    served: bool | None = None,
 ) -> Iterator[Runtime]:
     """Join the peers, and leave them at the end.
 
     :param info: this rank; null for a run of one process.
     :param run: device, threads and timeout.
+    :param config: fields of the config by dotted name. All ranks must have equal ones, and equal
+        versions of the packages: that is compared before anything depends on a config.
     :param served: whether another process serves the store at the master's port, as torchrun's
         agent and the local launcher do; null asks torchrun's variable for it.
     :raises LaunchError: where the peers do not come in time.
-    :raises ConfigurationError: where the device is not there.
+    :raises ConfigurationError: where the device is not there, or the ranks were started
+        differently.
     """
     info, run = info or SINGLE, run or RunConfig()
     check_machine(run)
@@ -47,6 +55,8 @@ def runtime(
     if served is None:
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = _store(info, timeout, served)
+    kinds = {"configs": config or {}, "versions": versions()}
+    check_started_alike(store, info.rank, info.world_size, kinds)
     local_rank, local_world_size = _local_place(info, store)
     device = _cuda_device(local_rank) if use_cuda else torch.device("cpu")
     threads = run.threads or max(1, available_cores() // local_world_size)
@@ -124,7 +134,9 @@ def _store(info: RankInfo, timeout: timedelta, served: bool) -> dist.Store:
             f"rank {info.rank} cannot meet its peers at MASTER_ADDR:MASTER_PORT = "
             f"{info.master_addr}:{info.master_port}: {str(error).splitlines()[0]}"
         ) from error
-    return dist.PrefixStore("olmo_shard", store)
+    # torchrun keeps its store when it starts the ranks again: each attempt has keys of its own.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"olmo_shard/{attempt}", store)
 
 
 def _local_place(info: RankInfo, store: dist.Store) -> tuple[int, int]:

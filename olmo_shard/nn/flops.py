@@ -1,18 +1,8 @@
-"""Parameters and FLOPs by formula, and peak rates of devices, for MFU."""
+"""Parameters and FLOPs of a model by formula."""
 
-import re
 from typing import NamedTuple
 
 from olmo_shard.config import ModelConfig
-
-_PEAK_FLOPS = {
-    r"\bH100 .*HBM3\b": 989e12,
-    r"\bH200$": 989e12,
-    r"\bA100\b": 312e12,
-    r"\bB200$": 2250e12,
-}
-"""Dense bf16 FLOP/s by a pattern of the device's name, as the vendor states them. Slower variants
-of a chip (PCIe, NVL) are not in the table."""
 
 
 class ParameterCounts(NamedTuple):
@@ -57,9 +47,3 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     multiplying = active - (0 if config.tie_embeddings else config.vocab_size * config.d_model)
     attention = config.n_layers * sequence_length * config.n_heads * config.head_width
     return 6 * multiplying + 6 * attention
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a device; null if unknown: no MFU rather than a wrong one."""
-    found = (peak for name, peak in _PEAK_FLOPS.items() if re.search(name, device_name))
-    return next(found, None)

@@ -139,15 +139,17 @@ class Router(nn.Module):
 def update_after_step(routers: list[Router], counts_LE: Tensor, applied: Tensor) -> None:
     """Loss-free balancing (Wang et al., 2024, arXiv 2408.15664) and the lagged counts.
 
-    The bias moves by ``bias_gamma`` towards the mean load, then its mean is taken off. Equal on
-    every rank, since the counts are. Nothing moves in a skipped step.
+    The bias moves by ``bias_gamma`` towards the mean load, then its mean is taken off. The bias is
+    equal on every rank, since the counts are. Nothing moves in a skipped step, and a bias with
+    ``bias_gamma: 0`` keeps every bit: a user may have set that bias by hand.
 
     :param counts_LE: [layers, E] routes of the whole global batch.
     :param applied: boolean scalar, false if the step was skipped.
     """
     for router, counts_E in zip(routers, counts_LE.float(), strict=True):
-        error_E = counts_E.mean() - counts_E
-        moved_E = router.expert_bias + router.config.bias_gamma * error_E.sign()
-        moved_E -= moved_E.mean()
-        router.expert_bias.copy_(torch.where(applied, moved_E, router.expert_bias))
         router.lagged_counts.copy_(torch.where(applied, counts_E, router.lagged_counts))
+        if router.config.bias_gamma:
+            error_E = counts_E.mean() - counts_E
+            moved_E = router.expert_bias + router.config.bias_gamma * error_E.sign()
+            moved_E -= moved_E.mean()
+            router.expert_bias.copy_(torch.where(applied, moved_E, router.expert_bias))

@@ -3,6 +3,7 @@
 import math
 
 from olmo_shard.config import ScheduleConfig
+from olmo_shard.errors import ConfigurationError
 
 
 def learning_rate(step: int, peak: float, total_steps: int, config: ScheduleConfig) -> float:
@@ -24,6 +25,29 @@ def learning_rate(step: int, peak: float, total_steps: int, config: ScheduleConf
     if config.name == "cosine":
         return last + (peak - last) * (1 + math.cos(math.pi * progress)) / 2
     return peak + (last - peak) * progress
+
+
+def check_schedule(total_steps: int, config: ScheduleConfig) -> None:
+    """Whether warm-up and decay fit into the steps that the schedule is made for.
+
+    :param total_steps: the run's last step; ``schedule.total_steps`` wins where it is set.
+    :raises ConfigurationError: where they do not fit: the rate would never be what was asked for.
+    """
+    total, warmup, decay = (
+        config.total_steps or total_steps,
+        config.warmup_steps,
+        config.decay_steps,
+    )
+    if warmup + (decay or 0) <= total:
+        return
+    end = "schedule.total_steps" if config.total_steps else "the run's last step"
+    asked = f"schedule.warmup_steps = {warmup}"
+    if decay is not None:
+        asked += f" and schedule.decay_steps = {decay}"
+    raise ConfigurationError(
+        f"{asked} do not fit into {total} steps ({end}): lower them, train longer, or, for a short "
+        "trial of a long schedule, set schedule.total_steps to the long run's last step"
+    )
 
 
 def describe_schedule(peak: float, total_steps: int, config: ScheduleConfig) -> str:

@@ -15,6 +15,7 @@ from olmo_shard.distributed.mesh import Mesh
 from olmo_shard.nn.experts import RoutedExperts
 from olmo_shard.nn.transformer import Block
 from olmo_shard.parallel import fsdp_comm
+from olmo_shard.parallel.fsdp_unused import fill_accumulated, reduce_unused
 from olmo_shard.parallel.shards import (
     InitialValue,
     LogicalParameter,
@@ -42,11 +43,13 @@ class FSDPModel(ParallelModel):
     ) -> None:
         self.model = model
         self.keeps_window = config.fsdp.reshard == "window"
+        self._first_microbatch = True
         _fully_shard(model, mesh, config)
         self.modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in self.modules:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            reduce_unused(module)
         fsdp_comm.set_up(model, mesh.device)
         model.to_empty(device=mesh.device)
         self.slices = []
@@ -65,6 +68,7 @@ class FSDPModel(ParallelModel):
         # model's parameters are the whole ones, and the shards would keep their old gradients.
         for parameter in self._parameters:
             parameter.grad = None
+        self._first_microbatch = True
 
     def begin_microbatch(self, *, last: bool) -> None:
         if not self.keeps_window:
@@ -72,6 +76,9 @@ class FSDPModel(ParallelModel):
         for module in self.modules:
             module.set_requires_gradient_sync(last, recurse=False)
             module.set_reshard_after_backward(last, recurse=False)
+            if last and not self._first_microbatch:
+                fill_accumulated(module)
+        self._first_microbatch = False
 
     def reduce(self) -> None:
         """FSDP2 has reduced in backward."""

@@ -4,10 +4,11 @@ import math
 from collections import defaultdict
 from typing import NamedTuple
 
-from olmo_shard.dispatch.heap.shared_memory import SharedMemoryHeap, host_identity, unsupported
+from olmo_shard.dispatch.heap.shared_memory import SharedMemoryHeap, unsupported
 from olmo_shard.dispatch.mailbox import Mailbox, MailboxLayout
 from olmo_shard.distributed.agree import on_every_rank
 from olmo_shard.distributed.collectives import gather_objects
+from olmo_shard.distributed.host_identity import host_identity
 from olmo_shard.distributed.host_memory import available_memory, in_units
 from olmo_shard.distributed.mesh import Mesh
 from olmo_shard.errors import HeapError

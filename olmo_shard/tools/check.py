@@ -10,6 +10,7 @@ from olmo_shard.train.preflight import (
     preflight,
     scan,
 )
+from olmo_shard.train.run_folder import describe_saves
 
 
 def check(config: Config, nproc: int | None) -> str:
@@ -23,6 +24,7 @@ def check(config: Config, nproc: int | None) -> str:
     scan(preflight(config, world_size), config.model.vocab_size)
     dispatch = check_dispatch(config, config.parallel.expert_parallel)
     counts = parameter_counts(config.model)
+    saves = "\n".join(f"# {line}" for line in describe_saves(config))
     try:
         start = "\n# ".join([*check_start(config), "ready to train"])
     except NothingLeftError as error:  # no fault of the config
@@ -33,5 +35,6 @@ def check(config: Config, nproc: int | None) -> str:
         f"# valid for {world_size} rank(s), {config.num_microbatches(world_size)} micro-batch(es)\n"
         f"# kernels {kernels_of(config)}\n"
         f"# dispatch {dispatch}\n"
+        f"{saves}\n"
         f"# {start}"
     )

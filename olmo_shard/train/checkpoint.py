@@ -70,6 +70,7 @@ class Checkpointer:
         def commit() -> None:
             folders.commit(partial, final, state)
             folders.keep_last(run_dir, keep)
+            folders.remove_leftovers(run_dir)
 
         on_first_rank(self.control, commit)
         return final

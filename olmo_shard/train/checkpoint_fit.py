@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 
-from olmo_shard.config import ModelConfig
+from olmo_shard.config import ModelConfig, flat
 from olmo_shard.errors import CheckpointError
 
 _FREE = {
@@ -57,15 +57,6 @@ def saved_keys(path: Path) -> set[str]:
                 f"checkpoint {path} is damaged: its file {name} {found}; resume from another one"
             )
     return set(metadata.state_dict_metadata)
-
-
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries as one, by dotted names."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        nested = isinstance(value, dict)
-        found |= flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
-    return found
 
 
 def some(names: list[str]) -> str:

@@ -18,6 +18,7 @@ STATE = "state.json"
 _NAME = re.compile(r"step-(\d{8})(\.old)?")
 _PARTIAL = ".partial"
 _OLD = ".old"
+_UNFINISHED = re.compile(r"step-\d{8}(\.partial|\.old)")
 
 
 class SavedState(BaseModel):
@@ -53,6 +54,23 @@ def complete_checkpoints(run_dir: Path) -> list[Path]:
         if name and (path / STATE).is_file():
             found.setdefault(int(name[1]), path)  # "step-7" sorts before "step-7.old"
     return [found[step] for step in sorted(found)]
+
+
+def leftovers(run_dir: Path) -> list[Path]:
+    """Folders of saves that did not end, and replaced checkpoints whose removal did not end."""
+    complete = set(complete_checkpoints(run_dir))
+    folder = run_dir / "checkpoints"
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [path for path in paths if _UNFINISHED.fullmatch(path.name) and path not in complete]
+
+
+def remove_leftovers(run_dir: Path) -> None:
+    """Remove what ``leftovers`` finds; for the holder of the run's lock, after a complete save.
+
+    A folder that cannot be removed stays, and the next start names it again.
+    """
+    for path in leftovers(run_dir):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def begin(final: Path) -> Path:

@@ -6,17 +6,21 @@ from olmo_shard.data.validation import ValidationSet
 from olmo_shard.distributed import collectives
 from olmo_shard.distributed.mesh import Mesh
 from olmo_shard.parallel.shards import ParallelModel
+from olmo_shard.train.metrics import mean_over
 
 
 @torch.no_grad()
 def evaluate(
     data_parallel: ParallelModel, sets: list[ValidationSet], mesh: Mesh
-) -> dict[str, float]:
-    """Cross-entropy by set name. Neither router biases nor counts move."""
+) -> dict[str, float | None]:
+    """Mean cross-entropy by set name; ``None`` for a set in which no token has a label.
+
+    Neither router biases nor counts move.
+    """
     return {each.name: _loss(data_parallel, each, mesh) for each in sets}
 
 
-def _loss(data_parallel: ParallelModel, validation: ValidationSet, mesh: Mesh) -> float:
+def _loss(data_parallel: ParallelModel, validation: ValidationSet, mesh: Mesh) -> float | None:
     total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     for batch in validation.batches(mesh.rank, mesh.world_size):
         batch = batch.to(mesh.device)
@@ -24,4 +28,4 @@ def _loss(data_parallel: ParallelModel, validation: ValidationSet, mesh: Mesh) -
         total += torch.stack([output.cross_entropy.double(), batch.num_labelled().double()])
     data_parallel.check()  # the loss is NaN where a transport has failed: say why
     collectives.all_reduce(total, mesh.control, kind="eval")
-    return float(total[0] / total[1].clamp(min=1))
+    return mean_over(int(total[1]), total[0])

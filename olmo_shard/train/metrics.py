@@ -4,13 +4,16 @@ import resource
 import sys
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from olmo_shard.config import Config
 from olmo_shard.distributed.traffic import StepTraffic
-from olmo_shard.nn.flops import flops_per_token, peak_flops
-from olmo_shard.train.records import Record
+from olmo_shard.nn.flops import flops_per_token
+from olmo_shard.nn.peak import peak_flops
+from olmo_shard.train.records import Record, perplexity
 from olmo_shard.train.state import TrainState
 from olmo_shard.train.step import StepOutput
 
@@ -39,6 +42,9 @@ class StepMeter:
         self._moe_layers = [layer for layer in layers if config.model.is_moe_layer(layer)]
         # FSDP2 waits on streams of its own there, which nobody can time from outside.
         self._times_waits = config.parallel.mode == "ddp" or device.type == "cpu"
+        self._counts_LE: Tensor | None = None
+        """Routes to each expert since the last line of experts.jsonl."""
+        self._counted_from = 0
         self.restart()
 
     def restart(self) -> None:
@@ -53,10 +59,12 @@ class StepMeter:
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         rate = tokens / seconds
-        divisor = max(1, tokens)
+        loss = mean_over(tokens, output.sums.cross_entropy)
+        self._count_experts(pending.step, output.sums.counts_LE)
         return {
             "step": pending.step,
-            "loss": float(output.sums.cross_entropy) / divisor,
+            "loss": loss,
+            "perplexity": perplexity(loss),
             "grad_norm": float(output.grad_norm),
             "lr": pending.lr,
             "tokens": tokens,
@@ -67,10 +75,32 @@ class StepMeter:
             **self._communication(output.traffic),
             "skipped_steps": state.skipped_steps,
             "memory_bytes": peak_memory_bytes(self.device),
-            **self._losses(output, divisor),
-            **_loads(output),
+            **self._losses(output, tokens),
+            **_loads(output, tokens),
             **self._dispatch(output),
         }
+
+    def take_expert_counts(self, step: int) -> Record | None:
+        """A line of experts.jsonl: routes to each expert since the line before.
+
+        :returns: ``None`` for a dense model.
+        """
+        counts_LE, self._counts_LE = self._counts_LE, None
+        if counts_LE is None:
+            return None
+        return {
+            "step": step,
+            "first_step": self._counted_from,
+            "layers": self._moe_layers,
+            "counts": counts_LE.long().tolist(),
+        }
+
+    def _count_experts(self, step: int, counts_LE: Tensor) -> None:
+        if not counts_LE.numel():
+            return
+        if self._counts_LE is None:
+            self._counts_LE, self._counted_from = torch.zeros_like(counts_LE), step
+        self._counts_LE += counts_LE
 
     def _communication(self, traffic: StepTraffic) -> Record:
         """Of this rank: bytes sent, and seconds that computation waited for collectives."""
@@ -85,22 +115,22 @@ class StepMeter:
             found["exposed_seconds_by_kind"] = seconds
         return found
 
-    def _losses(self, output: StepOutput, divisor: int) -> Record:
+    def _losses(self, output: StepOutput, tokens: int) -> Record:
         """Auxiliary losses: raw means, and what they add to the objective."""
-        model = self.config.model
+        model, sums = self.config.model, output.sums
         found: Record = {}
         if model.z_loss_weight:
-            found["logit_z_loss"] = float(output.sums.logit_z_loss) / divisor
+            found["logit_z_loss"] = mean_over(tokens, sums.logit_z_loss)
         if model.moe is None:
             return found
         router = model.moe.router
-        z_loss = (output.sums.router_z_loss_L / divisor).tolist()
-        found["router_z_loss"] = z_loss
-        found["router_z_loss_weighted"] = router.z_loss_weight * sum(z_loss)
+        found["router_z_loss"] = mean_over(tokens, sums.router_z_loss_L)
+        weighted = router.z_loss_weight * sums.router_z_loss_L.sum()
+        found["router_z_loss_weighted"] = mean_over(tokens, weighted)
         if router.lb_loss_weight:  # it is not computed otherwise
-            lb_loss = (output.sums.lb_loss_L / divisor).tolist()
-            found["lb_loss"] = lb_loss
-            found["lb_loss_weighted"] = router.lb_loss_weight * sum(lb_loss)
+            found["lb_loss"] = mean_over(tokens, sums.lb_loss_L)
+            weighted = router.lb_loss_weight * sums.lb_loss_L.sum()
+            found["lb_loss_weighted"] = mean_over(tokens, weighted)
         return found
 
     def _dispatch(self, output: StepOutput) -> Record:
@@ -124,14 +154,19 @@ class StepMeter:
         return found
 
 
-def _loads(output: StepOutput) -> Record:
+def mean_over(labels: int, total: Tensor) -> Any:
+    """Mean of a sum over ``labels`` tokens, as JSON values; ``None`` where there are no labels."""
+    return (total / labels).tolist() if labels else None
+
+
+def _loads(output: StepOutput, tokens: int) -> Record:
     """Per MoE layer: fullest expert against the mean, experts without a token, bias spread."""
     counts_LE = output.sums.counts_LE
     if not counts_LE.numel():
         return {}
-    mean_L = counts_LE.mean(dim=1).clamp(min=1e-9)
+    skew_L = counts_LE.amax(dim=1) / counts_LE.mean(dim=1)
     return {
-        "load_max_over_mean": (counts_LE.amax(dim=1) / mean_L).tolist(),
+        "load_max_over_mean": skew_L.tolist() if tokens else None,
         "dead_experts": (counts_LE == 0).sum(dim=1).tolist(),
         "expert_bias_range": output.bias_range_L.tolist(),
     }

@@ -15,6 +15,7 @@ from olmo_shard.dispatch.mailbox import MailboxLayout
 from olmo_shard.distributed.host_memory import available_memory, in_units
 from olmo_shard.errors import DataError, HeapError
 from olmo_shard.kernels.backend import Backend, choose_backend
+from olmo_shard.optim.schedule import check_schedule
 from olmo_shard.parallel.connection import check_rowwise_here, mailbox_layout, refusal
 from olmo_shard.parallel.gpu_mailbox import check_gpu_memory
 from olmo_shard.parallel.host_mailbox import check_memory
@@ -40,11 +41,11 @@ def preflight(config: Config, world_size: int) -> list[TokenFile]:
 
 
 def check_start(config: Config) -> list[str]:
-    """Whether the run can begin, or go on, from where it is told to.
+    """Whether the run can begin, or go on, from where it is told to, to an end that fits.
 
     :returns: lines for the log: the data, what is never trained on, and the end of the run.
-    :raises OlmoShardError: where a checkpoint is missing, or is of another model or other data, or
-        nothing is left to train.
+    :raises OlmoShardError: where a checkpoint is missing, or is of another model or other data, the
+        schedule does not fit into the run, or nothing is left to train.
     """
     loader, step = DataLoader(config), 0
     path = choose_checkpoint(config)
@@ -55,6 +56,7 @@ def check_start(config: Config) -> list[str]:
         check_something_left(path, step, loader)
     elif config.checkpoint.init_from:
         read_state(Path(config.checkpoint.init_from))
+    check_schedule(loader.total_steps(step), config.schedule)
     return [*describe_data(loader, step), f"end       {describe_end(loader, step)}"]
 
 

@@ -1,7 +1,12 @@
-"""The records of a run: a JSON object a step in metrics.jsonl, an evaluation in eval.jsonl."""
+"""The records of a run, one JSON object per line.
+
+A line of metrics.jsonl is a step, one of eval.jsonl an evaluation, one of experts.jsonl the routes
+to each expert over some steps, and one of events.jsonl a start, a resume, a note or an end.
+"""
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +14,11 @@ from olmo_shard.errors import ConfigurationError
 
 FILE = "metrics.jsonl"
 EVAL_FILE = "eval.jsonl"
+EXPERTS_FILE = "experts.jsonl"
+EVENTS_FILE = "events.jsonl"
+CONFIG_FILE = "config.yaml"
+PICTURE = "loss.png"
+EXPERTS_PICTURE = "experts.png"
 
 Record = dict[str, Any]
 """JSON values by name."""
@@ -17,6 +27,26 @@ Record = dict[str, Any]
 def to_json(record: Record) -> str:
     """One line of JSON; figures that are not finite become null, which JSON has no word for."""
     return json.dumps({name: _finite(value) for name, value in record.items()}, allow_nan=False)
+
+
+def perplexity(loss: float | None) -> float | None:
+    """exp(loss); ``None`` where there is no loss, or the result is no finite number."""
+    if loss is None or not loss < math.log(sys.float_info.max):
+        return None
+    return math.exp(loss)
+
+
+def eval_record(step: int, tokens: int, losses: dict[str, float | None]) -> Record:
+    """An evaluation: loss and perplexity by validation set.
+
+    :param tokens: tokens with a label that the run has trained on so far.
+    """
+    return {
+        "step": step,
+        "tokens_total": tokens,
+        **{f"eval/{name}": loss for name, loss in losses.items()},
+        **{f"eval_perplexity/{name}": perplexity(loss) for name, loss in losses.items()},
+    }
 
 
 def read_records(path: Path, last_step: int | None = None) -> list[Record]:

@@ -10,9 +10,9 @@ from olmo_shard.config import Config
 from olmo_shard.data.coverage import describe_end
 from olmo_shard.data.loader import DataLoader
 from olmo_shard.errors import CheckpointError, ConfigurationError, NothingLeftError
-from olmo_shard.train.checkpoint_fit import check_same_model
-from olmo_shard.train.checkpoint_folder import complete_checkpoints, read_state
-from olmo_shard.train.records import EVAL_FILE, FILE, read_records
+from olmo_shard.train.checkpoint_fit import check_same_model, some
+from olmo_shard.train.checkpoint_folder import complete_checkpoints, leftovers, read_state
+from olmo_shard.train.records import EVAL_FILE, EVENTS_FILE, EXPERTS_FILE, FILE, read_records
 
 _LOCK = ".lock"
 
@@ -69,6 +69,22 @@ def check_something_left(path: Path, step: int, loader: DataLoader) -> None:
         )
 
 
+def describe_saves(config: Config) -> list[str]:
+    """Lines for the log: which checkpoints the run will save, and which saves did not end."""
+    run_dir, saves = Path(config.run.dir), config.checkpoint
+    if saves.every is None:
+        lines = ["saves     nothing, not even at the end (checkpoint.every = null)"]
+    else:
+        when = f"every {saves.every} steps and at the end" if saves.every else "at the end only"
+        kept = f"keeps the newest {saves.keep_last}" if saves.keep_last else "keeps all"
+        lines = [f"saves     {when}, {kept}: {run_dir}/checkpoints"]
+    unfinished = [path.name for path in leftovers(run_dir)]
+    if unfinished:
+        then = "they stay" if saves.every is None else "the next complete save removes them"
+        lines.append(f"leftover  saves that did not end: {some(unfinished)}; {then}")
+    return lines
+
+
 @contextmanager
 def open_run(config: Config) -> Iterator[None]:
     """Make the folder and hold its lock.
@@ -76,7 +92,7 @@ def open_run(config: Config) -> Iterator[None]:
     :raises ConfigurationError: where it cannot be written, or another job is using it.
     """
     run_dir = Path(config.run.dir)
-    for name in (FILE, EVAL_FILE):
+    for name in (FILE, EVAL_FILE, EXPERTS_FILE, EVENTS_FILE):
         read_records(run_dir / name)
     with ExitStack() as stack:
         try:

@@ -12,28 +12,11 @@ from olmo_shard.data.source import data_identity
 from olmo_shard.distributed import collectives
 from olmo_shard.distributed.agree import on_every_rank, on_first_rank
 from olmo_shard.distributed.mesh import Mesh
-from olmo_shard.errors import ConfigurationError, DataError
-from olmo_shard.train.checkpoint_fit import flat
+from olmo_shard.errors import DataError
+from olmo_shard.train.earlier_records import set_aside
 from olmo_shard.train.preflight import check_start, preflight, scan_before_training
-from olmo_shard.train.run_folder import choose_checkpoint, open_run
+from olmo_shard.train.run_folder import choose_checkpoint, describe_saves, open_run
 from olmo_shard.train.trainer import Trainer
-
-
-def check_same_config(config: Config, mesh: Mesh) -> None:
-    """:raises ConfigurationError: naming the first field that differs between ranks; collective."""
-    digests = collectives.gather_objects(config.digest(), mesh.control)
-    if len(set(digests)) == 1:
-        return
-    first, *others = collectives.gather_objects(flat(config.model_dump()), mesh.control)
-    assert isinstance(first, dict)
-    for rank, other in enumerate(others, start=1):
-        assert isinstance(other, dict)
-        for name in sorted(first.keys() | other.keys()):
-            if first.get(name) != other.get(name):
-                raise ConfigurationError(
-                    f"the ranks have different configs: {name} = {first.get(name)!r} on rank 0, "
-                    f"{other.get(name)!r} on rank {rank}"
-                )
 
 
 def check_inputs(config: Config, mesh: Mesh, *, scanned: bool) -> None:
@@ -78,9 +61,19 @@ def opened_run(config: Config, mesh: Mesh) -> Iterator[None]:
         yield
 
 
-def start_from(config: Config, trainer: Trainer, mesh: Mesh) -> str:
-    """Resume, or begin a new run; returns a line for the log. Collective: rank 0 decides."""
+def start_from(config: Config, trainer: Trainer, mesh: Mesh) -> list[str]:
+    """Resume, or begin a new run; returns lines for the log. Collective: rank 0 decides."""
     chosen = on_first_rank(mesh.control, lambda: choose_checkpoint(config))
+    lines = [_loaded_from(config, trainer, chosen)]
+    run_dir = Path(config.run.dir)
+    if chosen is None or chosen.resolve().parent != (run_dir / "checkpoints").resolve():
+        aside = on_first_rank(mesh.control, lambda: set_aside(run_dir))
+        if aside is not None:
+            lines.append(f"records   of an earlier start in {run_dir} are now in {aside}")
+    return [*lines, *on_first_rank(mesh.control, lambda: describe_saves(config))]
+
+
+def _loaded_from(config: Config, trainer: Trainer, chosen: Path | None) -> str:
     if chosen is not None:
         trainer.load(chosen)
         ignored = config.checkpoint.init_from and "; checkpoint.init_from was for the first start"

@@ -22,6 +22,11 @@ from olmo_shard.nn.transformer import ModelOutput, Transformer
 from olmo_shard.optim.sharded import DistributedOptimizer, StepResult
 from olmo_shard.optim.spikes import SpikeFilter
 
+NO_LABEL = (
+    "no token of the global batch has a label, so there is nothing to learn from: look at the data "
+    "of data.sources (with data.document_masking a document of one token has no label)"
+)
+
 
 class StepSums(NamedTuple):
     """FP64 sums over tokens with a label, of a micro-batch, a window or a global batch."""
@@ -140,7 +145,7 @@ class TrainStep:
         rows_LW = torch.stack(window_rows).sum(dim=0)
         limits = torch.full((2,), torch.inf) if self.spikes is None else self.spikes.limits()
         by_rank_2LN = self._by_rank(rows_LW, sent)
-        result = self._step(lr, torch.cat([local, by_rank_2LN.flatten()]), divisor)
+        result = self._step(lr, torch.cat([local, by_rank_2LN.flatten()]), tokens)
         global_sums = like.unpacked(result.sums[: len(local)])
         received_LN, waited_LN = result.sums[len(local) :].view_as(by_rank_2LN)
         update_after_step(self.routers, global_sums.counts_LE, result.applied)
@@ -174,14 +179,17 @@ class TrainStep:
             found[1, :, mesh.rank] = torch.tensor(waits, dtype=torch.float64)
         return found
 
-    def _step(self, lr: float, extra: Tensor, divisor: Tensor) -> StepResult:
+    def _step(self, lr: float, extra: Tensor, tokens: Tensor) -> StepResult:
+        """Run the optimizer's phases; a global batch without a label is no step."""
         spikes = self.spikes
-        if spikes is None:
-            return self.optimizer.step(lr, extra)
 
         def judge(grad_norm: Tensor, sums: Tensor) -> Tensor:
-            # The first of the sums is the cross-entropy.
-            return spikes.judge(torch.stack([sums[0] / divisor, grad_norm]))
+            labelled = tokens > 0
+            if spikes is None:
+                return labelled
+            # The first of the sums is the cross-entropy. Its mean over no labels is NaN, which the
+            # filter refuses: such a batch never enters the filter's window.
+            return labelled & spikes.judge(torch.stack([sums[0] / tokens, grad_norm]))
 
         return self.optimizer.step(lr, extra, judge)
 
@@ -191,14 +199,14 @@ class TrainStep:
         :raises LostPeerError: where a transport has waited for a peer in vain.
         """
         self.optimizer.data_parallel.check()
-        if math.isfinite(float(output.grad_norm)):
-            return self._spike(output)
-        return f"gradient norm {float(output.grad_norm)}; {self._non_finite_cause(output)}"
+        if not math.isfinite(float(output.grad_norm)):
+            return f"gradient norm {float(output.grad_norm)}; {self._non_finite_cause(output)}"
+        return self._spike(output) if int(output.tokens) else NO_LABEL
 
     def _spike(self, output: StepOutput) -> str:
         assert self.spikes is not None
         config = self.spikes.config
-        loss = float(output.sums.cross_entropy / output.tokens.clamp(min=1))
+        loss = float(output.sums.cross_entropy / output.tokens)
         figures = {"loss": loss, "gradient norm": float(output.grad_norm)}
         above = [
             f"{name} {value:.4g} is above {limit:.4g}"
@@ -229,7 +237,10 @@ class TrainStep:
                 return f"the first value that is not finite is {forward[0]} on rank {rank}"
         for rank, (_, backward) in enumerate(found):
             if backward:
-                return f"the gradient of {backward[0]} is not finite (its shard on rank {rank})"
+                return (
+                    f"the gradient of {backward[0]}, summed over the ranks, is not finite (rank "
+                    f"{rank} owns that part of the sum; any rank may have brought the value in)"
+                )
         return "every rank's gradients are finite, their squares overflow"
 
     def _bias_range(self) -> Tensor:

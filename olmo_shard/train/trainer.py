@@ -16,6 +16,7 @@ from olmo_shard.train.checkpoint import Checkpointer
 from olmo_shard.train.evaluate import evaluate
 from olmo_shard.train.metrics import PendingStep, StepMeter
 from olmo_shard.train.records import Record
+from olmo_shard.train.rewind import rewind
 from olmo_shard.train.state import TrainState, seed_step
 from olmo_shard.train.step import TrainStep
 
@@ -48,30 +49,34 @@ class Trainer:
         self.state = TrainState()
         self.meter = StepMeter(config, mesh.device, mesh.world_size)
         self.run_dir = Path(config.run.dir)
+        self.resumed_from: Path | None = None
         self._pending: PendingStep | None = None
 
     def fit(self, notes: list[str]) -> list[tuple[str, str]]:
         """Train to the end; returns the lines of the summary (on rank 0)."""
         try:
-            self._notify(lambda callback: callback.on_start(self._info(notes)))
+            if self.callbacks:
+                info = self._info(notes)
+                self._notify(lambda callback: callback.on_start(info))
             self.meter.restart()
             while self.state.step < self.total_steps:
                 self._step()
                 if self._due(self.config.eval.every):
                     self._evaluate()
-                if self._due(self.config.checkpoint.every):
+                if self._due_to_save():
                     self._save()
             self._report()
             self.optimizer.data_parallel.wait()
             return [line for callback in self.callbacks for line in callback.on_end()]
-        except BaseException:
-            self._notify(lambda callback: callback.on_failure())
+        except BaseException as error:
+            failure = error  # the name after `as` is unbound when the clause ends
+            self._notify(lambda callback: callback.on_failure(failure))
             raise
 
     def load(self, path: Path) -> None:
         """Go on from a checkpoint; collective."""
         saved = self.checkpointer.load(path)
-        self.state = saved.train
+        self.state, self.resumed_from = saved.train, path
         if self.train_step.spikes is not None:
             self.train_step.spikes.load_state(self.state.spike_window)
         self.loader.load_state(saved.loader)
@@ -98,8 +103,17 @@ class Trainer:
         self.state.count(int(output.tokens), applied=bool(output.applied))
         record = self.meter.record(pending, self.state)
         self._notify(lambda callback: callback.on_step(record))
+        self._report_experts(record["step"])
         if self.state.skipped_in_a_row:
             self._explain_skip(record, pending)
+
+    def _report_experts(self, step: int) -> None:
+        every = self.config.tracking.experts_every
+        if step != self.total_steps and (not every or step % every):
+            return
+        record = self.meter.take_expert_counts(step)
+        if record is not None:
+            self._notify(lambda callback: callback.on_experts(record))
 
     def _explain_skip(self, record: Record, pending: PendingStep) -> None:
         cause = self.train_step.skip_cause(pending.output)
@@ -115,6 +129,12 @@ class Trainer:
     def _due(self, every: int) -> bool:
         step = self.state.step
         return bool(every) and (step % every == 0 or step == self.total_steps)
+
+    def _due_to_save(self) -> bool:
+        every, step = self.config.checkpoint.every, self.state.step
+        if every is None:
+            return False
+        return step == self.total_steps or (every > 0 and step % every == 0)
 
     def _evaluate(self) -> None:
         self._report()
@@ -132,12 +152,16 @@ class Trainer:
         self.meter.restart()
 
     def _info(self, notes: list[str]) -> RunInfo:
+        """What callbacks may know; brings the records back to the checkpoint's step."""
         return RunInfo(
             config=self.config,
             run_dir=self.run_dir,
             total_steps=self.total_steps,
             state=self.state,
             notes=notes,
+            ranks=self.mesh.world_size,
+            checkpoint=self.resumed_from,
+            rewound=rewind(self.run_dir, self.state.step),
         )
 
     def _notify(self, call: Callable[[Callback], None]) -> None:

@@ -15,8 +15,10 @@ from olmo_shard.dispatch.local import LocalDispatcher
 from olmo_shard.distributed.runtime import Runtime
 from olmo_shard.kernels.expert_layout import expert_layout
 from olmo_shard.kernels.grouped_mlp import grouped_mlp
+from tests.support.close import close
 from tests.support.dispatch import TRANSPORTS, dispatcher
 from tests.support.ranks import mesh_of
+from tests.support.scales import SwigluScale, swiglu_scale
 
 WIDTH, HIDDEN = 12, 10
 KINDS = ["uniform", "skewed", "one_hot", "last_rank_only"]
@@ -46,6 +48,23 @@ class Case:
         generator = torch.Generator().manual_seed(99)
         shapes = ((self.experts, 2 * HIDDEN, WIDTH), (self.experts, WIDTH, HIDDEN))
         return [torch.randn(shape, generator=generator) * 0.3 for shape in shapes]
+
+    def scale(self, rank: int, x_layout: str) -> SwigluScale:
+        """Scales of a rank's output and gradients; those of the experts are this rank's part."""
+        x, dout, idx, weights = self.inputs(rank)
+        local = LocalDispatcher(self.experts, self.capacity_factor)
+        kept = local.admit(idx, weights, torch.ones(len(x), dtype=torch.bool))
+        x_used = shaped(x.requires_grad_(), x_layout).contiguous()
+        dout_used = shaped(dout, self.layout)
+        w_gate_up, w_down = self.expert_weights()
+        found = swiglu_scale(x_used, kept, weights, w_gate_up, w_down, dout_used)
+        (x_scale,) = torch.autograd.grad(x_used, x, found.x_TD.float())
+        return found._replace(x_TD=x_scale)
+
+    def expert_scales(self, x_layout: str) -> list[Tensor]:
+        """Scales of the gradients of all experts' matrices: the parts of all ranks."""
+        parts = [self.scale(rank, x_layout)[3:] for rank in range(len(self.tokens))]
+        return [torch.stack(each).sum(dim=0) for each in zip(*parts, strict=True)]
 
 
 def routing(
@@ -109,12 +128,15 @@ def compare_with_local(
         out_ref = layer(local, x_used, idx, weights_ref, whole)
         out_ref.backward(shaped(dout, case.layout).contiguous())
         if other == rank.rank:
-            close(out, out_ref)
-            close(x.grad, x_ref.grad)
-            close(weights.grad, weights_ref.grad)
-    for mine, reference in zip(experts, whole, strict=True):
+            scale = case.scale(other, case.layout)
+            close(out, out_ref, scale=scale.y_TD)
+            close(x.grad, x_ref.grad, scale=scale.x_TD)
+            close(weights.grad, weights_ref.grad, scale=scale.weights_TK)
+    here = slice(own.start, own.stop)
+    scales = case.expert_scales(case.layout)
+    for mine, reference, scale in zip(experts, whole, scales, strict=True):
         assert reference.grad is not None
-        close(mine.grad, reference.grad[own.start : own.stop])
+        close(mine.grad, reference.grad[here], scale=scale[here])
 
 
 def shaped(rows: Tensor, layout: str) -> Tensor:
@@ -126,14 +148,6 @@ def shaped(rows: Tensor, layout: str) -> Tensor:
     if layout == "sliced":
         return torch.cat([rows, rows], dim=1)[:, ::2]
     return rows
-
-
-def close(found: Tensor | None, expected: Tensor | None) -> None:
-    assert found is not None
-    assert expected is not None
-    if expected.numel():
-        peak = max(1e-9, expected.abs().max().item())
-        assert (found - expected).abs().max().item() <= 1e-6 * peak
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -23,7 +23,8 @@ from olmo_shard.distributed.runtime import Runtime
 from olmo_shard.errors import ConfigurationError, LostPeerError
 from olmo_shard.kernels import put_packed
 from olmo_shard.kernels.grouped_mlp import MainGrads
-from tests.dispatch.test_dispatchers import WIDTH, Case, close, shaped
+from tests.dispatch.test_dispatchers import WIDTH, Case, shaped
+from tests.support.close import close
 from tests.support.device_heap import SharedDeviceHeap
 from tests.support.memory import poisoned
 from tests.support.ranks import mesh_of
@@ -88,9 +89,14 @@ def equality_case(rank: Runtime, case: Case, far: tuple[int, ...], main: bool) -
                 compare(case, other, rank.rank, whole, (out, x, topk_weights))
         del out
     found = list(mine.mains) if mine.mains else [w.grad for w in weights]
-    for gradient, reference in zip(found, whole, strict=True):
-        assert reference.grad is not None
-        close(gradient, reference.grad[own.start : own.stop])
+    compare_experts(case, own, found, [w.grad for w in whole], times=2)
+
+
+def compare_experts(case: Case, own: range, found: Any, expected: Any, times: int) -> None:
+    """Gradients of this rank's experts, added up over so many backward passes."""
+    here = slice(own.start, own.stop)
+    for mine, reference, scale in zip(found, expected, case.expert_scales("plain"), strict=True):
+        close(mine, reference[here], scale=times * scale[here])
 
 
 def compare(
@@ -110,9 +116,10 @@ def compare(
     out = local.run(flight, lambda rows: rows.through(*whole, None, "reference"))
     out.backward(shaped(dout, case.layout).contiguous())
     if other == me and found is not None:
-        close(found[0], out)
-        close(found[1].grad, x.grad)
-        close(found[2].grad, topk_weights.grad)
+        scale = case.scale(me, "plain")
+        close(found[0], out, scale=scale.y_TD)
+        close(found[1].grad, x.grad, scale=scale.x_TD)
+        close(found[2].grad, topk_weights.grad, scale=scale.weights_TK)
 
 
 @contextmanager
@@ -223,10 +230,8 @@ def only_experts_case(rank: Runtime) -> None:
             del out
     for other in range(RANKS):
         compare(case, other, -1, whole, None)
-    for mine, reference in zip(weights, whole, strict=True):
-        assert mine.grad is not None
-        assert reference.grad is not None
-        close(mine.grad / 2, reference.grad[own.start : own.stop])
+    found = [w.grad / 2 for w in weights if w.grad is not None]
+    compare_experts(case, own, found, [w.grad for w in whole], times=1)
 
 
 @contextmanager

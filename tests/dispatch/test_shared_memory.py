@@ -107,6 +107,7 @@ def shared_memory_in_use() -> int:
     return int(line.split()[1]) * 1024
 
 
+@pytest.mark.slow
 def test_five_kills_in_the_middle_leave_nothing_behind():
     """Each time two ranks hold 128 MiB each, are killed while they exchange, and start again."""
     before = shared_memory_in_use()

@@ -9,6 +9,7 @@ from olmo_shard.kernels.grouped_gemm import _grouped_gemm_kernel
 from olmo_shard.kernels.grouped_swiglu import _swiglu_bwd_kernel, _swiglu_fwd_kernel
 from olmo_shard.kernels.grouped_wgrad import _wgrad_kernel
 from tests.support.aot import ARCHS, compile_ahead
+from tests.support.ptx import loops_with, waits_for_copies
 
 WIDE = {"num_experts": "i32:16", "tiles_m": "i32", "offsets_ptr": "*i32:16"}
 COMMON = {"EXPERTS": 64, "EVEN_K": True, "EVEN_N": True, "GROUP_M": 8}
@@ -30,16 +31,12 @@ def compiled(kernel: str, arch: int) -> Any:
         types = WIDE | pairs | bf16("dy", "w", "h", "dh", "a")
         types |= {"dweight_ptr": "*fp32:16", "num_pairs": "i32"}
         return compile_ahead(_swiglu_bwd_kernel, arch, types, BLOCK_N=128, **COMMON, **TILES)
-    if kernel == "wgrad":
-        types = bf16("left", "right") | {"right_index_ptr": "*i64:16", "dw_ptr": "*fp32:16"}
+    if kernel in ("wgrad, left index", "wgrad, right index"):
+        side, other = ("left", "right") if "left" in kernel else ("right", "left")
+        types = bf16("left", "right") | {f"{side}_index_ptr": "*i64:16", "dw_ptr": "*fp32:16"}
         types |= {"offsets_ptr": "*i32:16", "M": "i32:16", "N": "i32:16"}
-        how = {
-            "left_index_ptr": None,
-            "INDEX_LEFT": False,
-            "INDEX_RIGHT": True,
-            "ADD": True,
-            "EVEN": True,
-        }
+        how: dict[str, Any] = {f"{other}_index_ptr": None, "ADD": True, "EVEN": True}
+        how |= {"INDEX_LEFT": side == "left", "INDEX_RIGHT": side == "right"}
         return compile_ahead(_wgrad_kernel, arch, types, **how, GROUP_M=8, BLOCK_N=128, **TILES)
     unit, wide = ("bk", "bn") if kernel == "gemm, transposed" else ("bn", "bk")
     types = WIDE | bf16("a", "b", "c") | {"N": "i32:16", "K": "i32:16", f"stride_{wide}": "i32:16"}
@@ -59,7 +56,14 @@ def test_they_compile_for_one_expert(kernel, monkeypatch):
 
 
 MATMUL = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
-REGISTERS = {"fwd": 240, "bwd": 192, "wgrad": 232, "gemm, transposed": 208, "gemm": 208}
+REGISTERS = {
+    "fwd": 240,
+    "bwd": 192,
+    "wgrad, left index": 232,
+    "wgrad, right index": 232,
+    "gemm, transposed": 208,
+    "gemm": 208,
+}
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -81,6 +85,52 @@ def test_they_compile_ahead_of_time_for_tensor_cores(kernel, arch):
     assert set(stores) <= allowed, stores
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("kernel", REGISTERS)
+def test_copies_for_a_later_step_are_in_flight_during_a_product(kernel, arch):
+    """The software pipeline of the loop over the inner dimension has all its stages."""
+    found = compiled(kernel, arch)
+    (loop,) = loops_with(found.ptx, MATMUL[arch])
+    # A step's copies are as many groups as the loop commits. Those of one step stay in flight.
+    groups = loop.count("cp.async.commit_group")
+    waits = waits_for_copies(loop)
+    assert groups >= 2  # both operands
+    assert waits
+    assert min(waits) >= groups, waits
+    # A buffer per stage; before sm_90 the products read registers, which are the last stage.
+    buffers = TILES["num_stages"] - (1 if arch < 90 else 0)
+    columns = {"fwd": 2 * (64 if arch < 90 else 128)}.get(kernel, 128)  # gate and up
+    operands = (TILES["BLOCK_M"] + columns) * TILES["BLOCK_K"] * 2
+    assert found.shared_bytes >= buffers * operands
+
+
+def test_waits_are_found_in_the_loop_alone():
+    ptx = """
+$L__BB0_1:
+ cp.async.wait_group \t2;
+ mma.sync a;
+ cp.async.wait_all;
+ @%p1 bra $L__BB0_1;
+ cp.async.wait_group 0;
+ @%p2 bra $L__BB0_2;
+$L__BB0_2:
+"""
+    (loop,) = loops_with(ptx, "mma.sync")
+    assert waits_for_copies(loop) == [2, 0]
+    assert waits_for_copies(ptx) == [2, 0, 0]
+    assert loops_with(ptx, "wgmma") == []
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_an_index_is_never_read_past_an_experts_last_pair(side):
+    """The loop loads the next step's index, also in the last step: every such load has a mask."""
+    loads = re.findall(
+        r"tt\.load (.*) : tensor<\d+x!tt\.ptr<i64>>", compiled(f"wgrad, {side} index", 90).ttir
+    )
+    assert len(loads) == 2
+    assert all(load.count("%") == 3 for load in loads), loads  # pointers, mask, other
+
+
 @pytest.mark.parametrize("kernel", REGISTERS)
 def test_rows_and_experts_are_found_by_64_bits(kernel):
     """Whatever is added to the start of a tensor, before the offsets inside a tile."""
@@ -95,7 +145,7 @@ def test_offsets_into_the_weight_gradients_are_computed_in_64_bits():
     """The expert's number is widened before it is multiplied. (For the other kernels a test reads
     beyond 2^31; a program for each of half a million experts would take too long.)
     """
-    ttir = compiled("wgrad", 90).ttir
+    ttir = compiled("wgrad, right index", 90).ttir
     expert = re.search(r"(%\w+) = tt.get_program_id y", ttir)
     assert expert is not None
     wide = re.search(rf"(%\w+) = arith.extsi {expert[1]} : i32 to i64", ttir)

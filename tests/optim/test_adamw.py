@@ -6,6 +6,7 @@ from torch import Tensor
 
 from olmo_shard.config import OptimConfig
 from olmo_shard.optim.adamw import DecayRuns, SliceState, StepScalars, adamw_, sgd_
+from tests.support.close import close
 
 CONFIG = OptimConfig(beta1=0.8, beta2=0.9, eps=1e-6)
 
@@ -30,6 +31,8 @@ def test_adamw_equals_torchs_by_decay_group_and_writes_the_model():
     torch.manual_seed(0)
     main, model = torch.randn(1000), torch.zeros(1000, dtype=torch.bfloat16)
     main[990:] = 0
+    # An update is at most about lr, whatever cancels in the moments.
+    scale = main.abs() + 5 * 0.01
     decayed, free = [(0, 300), (500, 900)], [(300, 500), (900, 990)]
     references = {
         decay: [torch.nn.Parameter(main[start:end].clone()) for start, end in ranges]
@@ -54,7 +57,7 @@ def test_adamw_equals_torchs_by_decay_group_and_writes_the_model():
         adamw_(state, runs, scalars(0.01, divisor=2.0, step=step))
     for ranges, params in ((decayed, references[0.1]), (free, references[0.0])):
         for (start, end), parameter in zip(ranges, params, strict=True):
-            torch.testing.assert_close(main[start:end], parameter.detach(), rtol=1e-6, atol=1e-7)
+            close(main[start:end], parameter, scale=scale[start:end])
     assert main[990:].count_nonzero() == 0
     assert torch.equal(model, main.bfloat16())
 
@@ -64,7 +67,7 @@ def test_sgd_by_hand():
     runs = DecayRuns([1, 1], (0.1, 0.0))
     model = torch.zeros(2, dtype=torch.bfloat16)
     sgd_(main, gradient, model, runs, scalars(0.5, divisor=2.0))
-    assert torch.allclose(main, torch.tensor([0.95 - 1.0, 2.0 - 2.0]))
+    close(main, torch.tensor([0.95 - 1.0, 2.0 - 2.0]), scale=torch.tensor([0.95 + 1.0, 2.0 + 2.0]))
     assert torch.equal(model, main.bfloat16())
 
 

@@ -1,9 +1,12 @@
 """Learning-rate schedules. Runs in CI."""
 
+from typing import Any
+
 import pytest
 
 from olmo_shard.config import ScheduleConfig
-from olmo_shard.optim.schedule import describe_schedule, learning_rate
+from olmo_shard.errors import ConfigurationError
+from olmo_shard.optim.schedule import check_schedule, describe_schedule, learning_rate
 
 
 @pytest.mark.parametrize(
@@ -27,3 +30,31 @@ def test_the_schedule_in_force_is_described():
     assert describe_schedule(0.2, 10, schedule) == (
         "wsd: 2 warm-up steps to 0.2, decay over the last 5, 0.1 at step 10"
     )
+
+
+@pytest.mark.parametrize(
+    ("fields", "total_steps", "message"),
+    [
+        ({"warmup_steps": 10}, 10, None),
+        ({"warmup_steps": 11}, 10, r"warmup_steps = 11 do not fit into 10 steps \(the run's last"),
+        ({"name": "constant", "warmup_steps": 11}, 10, r"warmup_steps = 11 do not fit"),
+        ({"name": "wsd", "warmup_steps": 4, "decay_steps": 6}, 10, None),
+        ({"name": "wsd", "warmup_steps": 4, "decay_steps": 7}, 10, r"decay_steps = 7 do not fit"),
+        ({"name": "wsd", "decay_steps": 11}, 10, r"decay_steps = 11 do not fit"),
+        ({"warmup_steps": 11, "total_steps": 12}, 10, None),
+        (
+            {"name": "wsd", "warmup_steps": 5, "decay_steps": 8, "total_steps": 12},
+            99,
+            r"do not fit into 12 steps \(schedule\.total_steps\)",
+        ),
+    ],
+)
+def test_warm_up_and_decay_fit_into_the_steps(
+    fields: dict[str, Any], total_steps: int, message: str | None
+) -> None:
+    config = ScheduleConfig.model_validate(fields)
+    if message is None:
+        check_schedule(total_steps, config)
+    else:
+        with pytest.raises(ConfigurationError, match=message):
+            check_schedule(total_steps, config)

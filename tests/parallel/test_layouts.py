@@ -12,9 +12,13 @@ import pytest
 import torch
 
 from olmo_shard.distributed.runtime import Runtime
+from tests.support.close import same_figures, same_weights
+from tests.support.ties import assert_no_near_tie, watched_margins
 from tests.support.tiny import SEQUENCES, assemble, build, figures, model_config, owned, train
 
 STEPS = 20
+SEED = 7
+"""Of the initial weights. Tests whose run would have a near tie in routing take another one."""
 SGD = {"name": "sgd", "lr": 0.05, "max_grad_norm": 1.0, "weight_decay": 0.1}
 ADAMW = {"name": "adamw", "max_grad_norm": 1.0, "weight_decay": 0.1}
 
@@ -26,44 +30,48 @@ def run_case(
     optim: dict[str, Any],
     micro: int,
     lr: float,
+    seed: int,
 ) -> tuple[list[tuple[float, float]], Any, list[list[float]]]:
     """Losses and norms, owned weights, router biases after 20 steps."""
-    step = build(rank, model_config(**model), parallel, optim)
+    step = build(rank, model_config(**model), parallel, optim, seed)
     outputs = train(step, rank, STEPS, micro, lr=lr)
     biases = [router.expert_bias.tolist() for router in step.routers]
     return [figures(output) for output in outputs], owned(step), biases
 
 
+def reference_case(rank: Runtime, *args: Any) -> tuple[Any, float]:
+    """The run, and its smallest gap between scores."""
+    with watched_margins() as margins:
+        found = run_case(rank, *args)
+    return found, margins.smallest
+
+
 _one_rank: dict[str, Any] = {}
 
 
-def one_rank(ranks: Any, model: dict[str, Any], optim: dict[str, Any], lr: float) -> Any:
+def one_rank(ranks: Any, model: dict[str, Any], optim: dict[str, Any], lr: float, seed: int) -> Any:
     """The reference: one rank, one micro-batch. Run once for each model and optimizer."""
-    key = repr((model, optim, lr))
+    key = repr((model, optim, lr, seed))
     if key not in _one_rank:
-        _one_rank[key] = ranks(1).run(run_case, model, {"mode": "ddp"}, optim, SEQUENCES, lr)
+        arguments = (model, {"mode": "ddp"}, optim, SEQUENCES, lr, seed)
+        ((run, margin),) = ranks(1).run(reference_case, *arguments)
+        assert_no_near_tie(margin)
+        _one_rank[key] = [run]
     return _one_rank[key]
 
 
-def compare(ranks: Any, size: int, model, parallel, optim, micro: int, lr: float = 0.05) -> None:
-    whole = one_rank(ranks, model, optim, lr)
-    parts = ranks(size).run(run_case, model, parallel, optim, micro, lr)
+def compare(
+    ranks: Any, size: int, model, parallel, optim, micro: int, lr: float = 0.05, seed: int = SEED
+) -> None:
+    whole = one_rank(ranks, model, optim, lr, seed)
+    parts = ranks(size).run(run_case, model, parallel, optim, micro, lr, seed)
     expected, found = whole[0][0], parts[0][0]
     assert all(part[0] == found for part in parts), "ranks report different figures"
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=0)
+    same_figures(found, expected)
     assert all(part[2] == parts[0][2] for part in parts), "router biases differ between ranks"
     assert parts[0][2] == whole[0][2], "router biases differ from those of one rank"
     expected_weights, weights = assemble([whole[0][1]]), assemble([part[1] for part in parts])
-    assert weights.keys() == expected_weights.keys()
-    for name, weight in weights.items():
-        peak = expected_weights[name].abs().max().item()
-        torch.testing.assert_close(
-            weight,
-            expected_weights[name],
-            rtol=0,
-            atol=1e-5 * peak,
-            msg=lambda m, n=name: f"{n}: {m}",
-        )
+    same_weights(weights, expected_weights)
 
 
 LAYOUTS = [
@@ -94,21 +102,20 @@ def test_sgd_weights_equal_those_of_one_rank(ranks, size, parallel, micro):
 
 @pytest.mark.parametrize(("size", "parallel", "micro"), [LAYOUTS[4], LAYOUTS[10], LAYOUTS[15]])
 def test_adamw_losses_equal_those_of_one_rank(ranks, size, parallel, micro):
-    expected = torch.tensor(one_rank(ranks, {}, ADAMW, 3e-3)[0][0])
-    found = ranks(size).run(run_case, {}, parallel, ADAMW, micro, 3e-3)
-    torch.testing.assert_close(torch.tensor(found[0][0]), expected, rtol=1e-5, atol=0)
+    found = ranks(size).run(run_case, {}, parallel, ADAMW, micro, 3e-3, SEED)
+    same_figures(found[0][0], one_rank(ranks, {}, ADAMW, 3e-3, SEED)[0][0])
 
 
 ROUTERS = [
-    {"scoring": "sigmoid", "normalize": True, "scale": 2.5},
-    {"score_order": "after_topk", "lb_loss_scope": "sequence"},
-    {"normalize": True, "bias_gamma": 0.0},
+    ({"scoring": "sigmoid", "normalize": True, "scale": 2.5}, 6),
+    ({"score_order": "after_topk", "lb_loss_scope": "sequence"}, 7),
+    ({"normalize": True, "bias_gamma": 0.0}, 9),
 ]
 
 
-@pytest.mark.parametrize("router", ROUTERS)
-def test_router_options_keep_the_invariance(ranks, router):
-    compare(ranks, 4, {"router": router}, {"expert_parallel": 2}, SGD, 2)
+@pytest.mark.parametrize(("router", "seed"), ROUTERS)
+def test_router_options_keep_the_invariance(ranks, router, seed):
+    compare(ranks, 4, {"router": router}, {"expert_parallel": 2}, SGD, 2, seed=seed)
 
 
 @pytest.mark.parametrize("norm_position", ["pre", "post"])
@@ -116,7 +123,7 @@ def test_router_options_keep_the_invariance(ranks, router):
 def test_recompute_with_and_without_shared_experts(ranks, norm_position, shared):
     model = {"norm_position": norm_position, "moe": {"num_shared_experts": shared}}
     parallel = {"expert_parallel": 2, "activation_checkpointing": "full"}
-    compare(ranks, 2, model, parallel, SGD, 4, lr=0.02)
+    compare(ranks, 2, model, parallel, SGD, 4, lr=0.02, seed=9)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +149,7 @@ def capacity_case(
 ) -> tuple[list[tuple[float, float]], list[float]]:
     """Figures, and routes that were dropped, of each step."""
     step = build(rank, model_config(), parallel, SGD)
-    outputs = train(step, rank, STEPS, 4)
+    outputs = train(step, rank, 6, 4)
     return [figures(output) for output in outputs], [
         float(output.sums.dropped_L.sum()) for output in outputs
     ]
@@ -166,19 +173,23 @@ def test_capacity_does_not_depend_on_the_ep_degree(ranks, factor):
     for layout in layouts[1:]:
         found, dropped = ranks(4).run(capacity_case, {"capacity_factor": factor, **layout})[0]
         assert dropped == drops
-        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=0)
+        same_figures(found, expected)
 
 
-def parity_case(rank: Runtime, parallel: dict[str, Any]) -> list[tuple[float, float]]:
-    step = build(rank, model_config(), parallel, ADAMW)
-    return [figures(output) for output in train(step, rank, 50, 2, lr=1e-3)]
+def parity_case(rank: Runtime, parallel: dict[str, Any]) -> tuple[list[Any], float]:
+    with watched_margins() as margins:
+        step = build(rank, model_config(), parallel, ADAMW, seed=5)
+        found = [figures(output) for output in train(step, rank, 50, 2, lr=1e-3)]
+    return found, margins.smallest
 
 
+@pytest.mark.slow
 def test_fifty_steps_follow_those_of_one_expert_group(ranks):
-    expected = torch.tensor(ranks(4).run(parity_case, {})[0])
+    whole = ranks(4).run(parity_case, {})
+    assert_no_near_tie(min(margin for _, margin in whole))
     for layout in ({"expert_parallel": 4}, {"expert_parallel": 2, "mode": "fsdp"}):
-        found = torch.tensor(ranks(4).run(parity_case, {"dispatch": "rowwise", **layout})[0])
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+        found = ranks(4).run(parity_case, {"dispatch": "rowwise", **layout})
+        same_figures(found[0][0], whole[0][0])
 
 
 def bf16_case(rank: Runtime, mode: str) -> tuple[list[tuple[float, float]], set[str]]:
@@ -197,19 +208,22 @@ def test_bf16_is_the_same_in_both_modes(ranks):
     (ddp, ddp_types), (fsdp, fsdp_types) = (ranks(4).run(bf16_case, m)[0] for m in ("ddp", "fsdp"))
     assert ddp_types == fsdp_types == {"torch.float32"}
     assert ddp[0][0] == fsdp[0][0]
-    assert fsdp[0][1] == pytest.approx(ddp[0][1], rel=1e-5)
-    torch.testing.assert_close(torch.tensor(fsdp), torch.tensor(ddp), rtol=2e-2, atol=0)
+    same_figures(fsdp[0], ddp[0])
+    same_figures(fsdp, ddp, torch.bfloat16)
 
 
 def test_bf16_follows_fp32(ranks):
     """Trunk and head see the same divisor: the norm is within bf16's rounding of FP32's."""
-    (found, _), expected = ranks(4).run(bf16_case, "ddp")[0], one_rank(ranks, {}, SGD, 0.05)[0][0]
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected[:3]), rtol=2e-2, atol=0)
+    (found, _), expected = (
+        ranks(4).run(bf16_case, "ddp")[0],
+        one_rank(ranks, {}, SGD, 0.05, SEED)[0][0],
+    )
+    same_figures(found, expected[:3], torch.bfloat16)
 
 
 def test_tied_embeddings(ranks):
-    compare(ranks, 2, {"tie_embeddings": True}, {"expert_parallel": 2}, SGD, 4)
-    compare(ranks, 2, {"tie_embeddings": True}, {"mode": "fsdp"}, SGD, 4)
+    compare(ranks, 2, {"tie_embeddings": True}, {"expert_parallel": 2}, SGD, 4, seed=6)
+    compare(ranks, 2, {"tie_embeddings": True}, {"mode": "fsdp"}, SGD, 4, seed=6)
 
 
 def test_dense_model(ranks):
@@ -232,21 +246,21 @@ def compile_case(rank: Runtime, parallel: dict[str, Any]) -> tuple[list[tuple[fl
     return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_compile_gives_the_same_losses_and_compiles_once(ranks, mode, dtype):
     layout = {"mode": mode, "expert_parallel": 2, "activation_checkpointing": "full"}
-    expected = torch.tensor(one_rank(ranks, {}, SGD, 0.05)[0][0])
+    expected = one_rank(ranks, {}, SGD, 0.05, SEED)[0][0]
     compiled = layout | {"compile": True, "compute_dtype": dtype}
     found, graphs = ranks(2).run(compile_case, compiled)[0]
-    rtol = 1e-5 if dtype == "float32" else 5e-2
-    torch.testing.assert_close(torch.tensor(found), expected, rtol=rtol, atol=0)
+    same_figures(found, expected, getattr(torch, dtype))
     # Attention, the dense feed-forward, the shared expert: the same for every layer and step.
     assert graphs == 3
 
 
 def test_same_layout_twice_is_bitwise_equal(ranks):
     def once() -> Any:
-        return ranks(4).run(run_case, {}, {"expert_parallel": 2}, ADAMW, 2, 3e-3)
+        return ranks(4).run(run_case, {}, {"expert_parallel": 2}, ADAMW, 2, 3e-3, SEED)
 
     assert once() == once()

@@ -36,7 +36,11 @@ def places_case(rank: Runtime, parallel: dict[str, Any]) -> tuple[set[int], set[
         ({"mode": "ddp"}, True),
         ({"mode": "ddp", "expert_parallel": 2, "compute_dtype": "bfloat16"}, True),
         # Dense gradients go by hooks then, since torch.compile wants it so.
-        ({"mode": "ddp", "compute_dtype": "bfloat16", "compile": True}, True),
+        pytest.param(
+            {"mode": "ddp", "compute_dtype": "bfloat16", "compile": True},
+            True,
+            marks=pytest.mark.slow,
+        ),
         ({"mode": "ddp", "ddp": {"grad_dtype": "bfloat16"}}, False),
         ({"mode": "fsdp"}, False),
     ],

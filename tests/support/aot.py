@@ -18,6 +18,8 @@ class Compiled(NamedTuple):
     registers: int
     """Of a thread."""
     spill_bytes: int
+    shared_bytes: int
+    """Shared memory of a program."""
 
 
 def compile_ahead(
@@ -75,4 +77,10 @@ def _compile(
         options["extern_libs"] = dict(extern_libs)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     report = ptxas_report(compiled.asm["ptx"], arch)
-    return Compiled(compiled.asm["ttir"], compiled.asm["ptx"], report.registers, report.spill_bytes)
+    return Compiled(
+        compiled.asm["ttir"],
+        compiled.asm["ptx"],
+        report.registers,
+        report.spill_bytes,
+        compiled.metadata.shared,
+    )

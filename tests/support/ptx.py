@@ -1,4 +1,4 @@
-"""What ptxas says of a kernel that was compiled ahead of time, without a GPU."""
+"""The PTX of a kernel that was compiled ahead of time, read without a GPU."""
 
 import re
 import subprocess
@@ -30,3 +30,26 @@ def ptxas_report(ptx: str, arch: int) -> PtxasReport:
     spills = re.findall(r"(\d+) bytes spill", done.stderr)
     assert registers is not None, done.stderr
     return PtxasReport(int(registers[1]), sum(int(spill) for spill in spills))
+
+
+def loops_with(ptx: str, instruction: str) -> list[str]:
+    """The loops that hold an instruction: the lines from a label to a branch back to that label."""
+    lines = ptx.splitlines()
+    line_of_label: dict[str, int] = {}
+    loops: list[str] = []
+    for number, line in enumerate(lines):
+        if label := re.match(r"(\$\w+):", line):
+            line_of_label[label[1]] = number
+        branch = re.search(r"\bbra(?:\.uni)?\s+(\$\w+);", line)
+        if branch and branch[1] in line_of_label:
+            loops.append("\n".join(lines[line_of_label[branch[1]] : number + 1]))
+    return [loop for loop in loops if instruction in loop]
+
+
+def waits_for_copies(ptx: str) -> list[int]:
+    """For each wait in order: the number of groups of asynchronous copies that may stay in flight.
+
+    Zero means that the wait is for every copy.
+    """
+    counts = re.findall(r"cp\.async\.(?:wait_group\s+(\d+)|wait_all)", ptx)
+    return [int(count or 0) for count in counts]

@@ -31,6 +31,18 @@ def mesh_of(rank: Runtime, expert_parallel: int = 1) -> Mesh:
     return _meshes[expert_parallel]
 
 
+def _context(interpreted: bool) -> Any:
+    """Ranks are forked from a process that has imported all they need, which takes seconds.
+
+    Triton reads whether to interpret while it is imported: interpreted ranks import for themselves.
+    """
+    if interpreted:
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.tiny"])
+    return context
+
+
 class RankGroup:
     """``size`` processes that wait for cases.
 
@@ -38,7 +50,7 @@ class RankGroup:
     """
 
     def __init__(self, size: int, *, interpreted: bool = False) -> None:
-        context = mp.get_context("spawn")
+        context = _context(interpreted)
         self._store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
         self._pipes: list[Any] = []
         self._processes = []

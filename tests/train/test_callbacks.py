@@ -1,19 +1,24 @@
-"""Records, console, curve and W&B. Runs in CI."""
+"""Records, events, console and pictures. Runs in CI."""
 
+import dataclasses
 import io
-import json
+import math
+from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console as RichConsole
 
+import olmo_shard
 from olmo_shard.config import load_config
 from olmo_shard.train.callbacks import RunInfo
 from olmo_shard.train.callbacks.console import Console, print_summary
+from olmo_shard.train.callbacks.events import Events
+from olmo_shard.train.callbacks.expert_map import ExpertMap
 from olmo_shard.train.callbacks.jsonl import JsonLines
-from olmo_shard.train.callbacks.wandb import WandB, choose_mode, flatten
-from olmo_shard.train.records import read_records, to_json
+from olmo_shard.train.callbacks.wandb import flatten
+from olmo_shard.train.records import perplexity, read_records, to_json
+from olmo_shard.train.rewind import Rewound
 from olmo_shard.train.state import TrainState
 from tests.support.configs import write_config
 
@@ -35,15 +40,85 @@ def run_info(tmp_path: Path, step: int = 0) -> RunInfo:
     )
 
 
-def test_records_beyond_the_resumed_step_and_cut_lines_are_dropped(tmp_path):
-    path = tmp_path / "run" / "metrics.jsonl"
+def test_records_are_continued_after_a_resume(tmp_path):
     info = run_info(tmp_path, step=2)
-    path.write_text("".join(json.dumps({"step": i}) + "\n" for i in (1, 2, 3)) + '{"step": 4, "lo')
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
     writer = JsonLines()
     writer.on_start(info)
     writer.on_step({"step": 3, "again": True})
     writer.on_end()
     assert read_records(path) == [{"step": 1}, {"step": 2}, {"step": 3, "again": True}]
+
+
+def test_an_evaluation_has_perplexity_and_the_tokens_axis(tmp_path):
+    info = run_info(tmp_path, step=2)
+    info.state.tokens = 512
+    writer = JsonLines()
+    writer.on_start(info)
+    writer.on_eval(2, {"held_out": math.log(8), "empty": None})
+    writer.on_end()
+    (record,) = read_records(tmp_path / "run" / "eval.jsonl")
+    assert record.pop("eval_perplexity/held_out") == pytest.approx(8)
+    assert record == {
+        "step": 2, "tokens_total": 512, "eval/held_out": math.log(8), "eval/empty": None,
+        "eval_perplexity/empty": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [(0.0, 1.0), (700.0, math.exp(700.0))]
+    + [(bad, None) for bad in (710.0, math.inf, math.nan, None)],
+)
+def test_perplexity_is_null_where_it_is_no_number(loss, expected):
+    assert perplexity(loss) == expected
+
+
+@pytest.mark.parametrize(
+    ("ending", "reason"),
+    [
+        (lambda events: events.on_end(), "the start before reached its end, step 4"),
+        (
+            lambda events: events.on_failure(ValueError("a b")),
+            "the start before failed at step 4: ValueError: a b",
+        ),
+        (lambda events: None, "the start before was ended from outside: it recorded no end"),
+    ],
+)
+def test_a_resume_says_from_where_with_which_layout_and_why(tmp_path, ending, reason):
+    first = Events()
+    first.on_start(run_info(tmp_path, step=4))
+    first.on_note("a note")
+    ending(first)
+    info = dataclasses.replace(
+        run_info(tmp_path, step=2),
+        ranks=2,
+        checkpoint=Path("step-00000002"),
+        rewound=Rewound(last_step=4, replaced={"metrics.replaced.jsonl": 2}),
+    )
+    Events().on_start(info)
+    start, note, *_, resume = read_records(tmp_path / "run" / "events.jsonl")
+    assert (start["event"], start["step"], start["ranks"]) == ("start", 4, 1)
+    assert (note["event"], note["message"]) == ("note", "a note")
+    assert datetime.fromisoformat(resume.pop("time")).tzinfo is not None
+    assert resume == {
+        "step": 2, "event": "resume", "version": olmo_shard.__version__,
+        "checkpoint": "step-00000002", "reason": reason, "mode": "ddp", "ranks": 2,
+        "expert_parallel": 1, "compute_dtype": "float32", "last_recorded_step": 4,
+        "replaced": {"metrics.replaced.jsonl": 2},
+    }  # fmt: skip
+
+
+def test_the_load_of_experts_is_drawn_at_the_end(tmp_path):
+    expert_map = ExpertMap()
+    expert_map.on_start(run_info(tmp_path))
+    assert expert_map.on_end() == [], "a dense model has no experts"
+    line = {"step": 9, "first_step": 1, "layers": [1, 2], "counts": [[6, 0, 1, 1], [0, 0, 0, 0]]}
+    expert_map.on_experts(line)
+    path = tmp_path / "run" / "experts.png"
+    assert expert_map.on_end() == [("expert load", str(path))]
+    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
 def test_figures_that_are_not_finite_are_null_in_json():
@@ -68,75 +143,6 @@ def test_console_shows_the_figures(tmp_path, terminal):
         assert "step 1/9" in printed
         assert "ETA 0:00:04" in printed
         assert "\x1b" not in printed
-
-
-class BrokenRun:
-    offline, dir = True, "/x/files"
-    url: str | None = "u"
-
-    def __init__(self, broken: str) -> None:
-        self.broken = broken
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> None:
-            if name == self.broken:
-                raise RuntimeError("no space left")
-
-        return call
-
-
-@pytest.mark.parametrize("broken", ["init", "define_metric", "log", "finish"])
-def test_an_error_of_the_tracker_is_reported_once_and_ends_nothing(tmp_path, monkeypatch, broken):
-    import wandb
-
-    def init(**_: Any) -> BrokenRun:
-        if broken == "init":
-            raise OSError("no space left")
-        return BrokenRun(broken)
-
-    monkeypatch.setattr(wandb, "init", init)
-    buffer = io.StringIO()
-    tracker = WandB(RichConsole(file=buffer, width=200))
-    tracker.on_start(run_info(tmp_path))
-    for _ in range(3):
-        tracker.on_step(RECORD)
-    tracker.on_note("a note")
-    tracker.on_end()
-    assert buffer.getvalue().count("W&B stopped: ") == 1
-    assert "no space left" in buffer.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("url", "lines"), [(None, []), ("http://a/b", [("W&B run", "http://a/b")])]
-)
-def test_a_run_without_an_address_has_no_line_in_the_summary(tmp_path, monkeypatch, url, lines):
-    import wandb
-
-    run = BrokenRun("nothing")
-    run.offline, run.url = False, url
-    monkeypatch.setattr(wandb, "init", lambda **_: run)
-    tracker = WandB(RichConsole(file=io.StringIO()))
-    tracker.on_start(run_info(tmp_path))
-    assert tracker.on_end() == lines
-
-
-def test_offline_without_a_key(monkeypatch, tmp_path):
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert choose_mode() == "offline"
-
-
-def test_offline_with_a_key_but_without_the_server(monkeypatch):
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    assert choose_mode() == "offline"
-
-
-def test_wandbs_own_variable_is_left_to_it(monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert choose_mode() is None
 
 
 def test_layers_become_metrics_of_their_own():

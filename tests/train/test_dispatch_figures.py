@@ -8,6 +8,7 @@ import torch
 
 from olmo_shard.distributed.runtime import Runtime
 from olmo_shard.train.step import StepOutput
+from tests.support.close import same_figures
 from tests.support.dispatch import TRANSPORTS
 from tests.support.tiny import build, model_config, moe_layer, train
 
@@ -31,7 +32,7 @@ def test_a_slow_rank_is_the_one_that_waits_least(ranks, transport):
     by_layer, by_rank = found[0]
     assert by_rank[1] < by_rank[0]
     assert min(by_layer) > 0
-    assert sum(by_layer) == pytest.approx(sum(by_rank))
+    same_figures(sum(by_layer), sum(by_rank))
 
 
 def rows_case(rank: Runtime, parallel: dict[str, Any], micro: int) -> dict[str, Any]:

@@ -23,7 +23,6 @@ import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -51,12 +50,6 @@ def unsupported() -> str | None:
     if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
         return "this Python was built without os.memfd_create or os.pidfd_open"
     return None
-
-
-def host_identity() -> tuple[str, int]:
-    """Equal on ranks that can see each other's processes: boot id and process namespace."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return boot_id, os.stat("/proc/self/ns/pid").st_ino
 
 
 class SharedMemoryHeap(SymmetricHeap):

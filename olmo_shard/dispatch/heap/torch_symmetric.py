@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from olmo_shard.dispatch.heap.device import DeviceHeap
-from olmo_shard.dispatch.heap.shared_memory import host_identity
 from olmo_shard.distributed.agree import on_every_rank
 from olmo_shard.distributed.collectives import gather_objects
+from olmo_shard.distributed.host_identity import host_identity
 from olmo_shard.errors import HeapError
 
 _ALIGNMENT = 128

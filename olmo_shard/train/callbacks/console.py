@@ -48,9 +48,10 @@ class Console(Callback):
         elif step % self._run.config.train.log_every == 0 or step in (self._first_step + 1, total):
             self.console.print(f"step {step}/{total}  {_figures(record)}  ETA {self._eta(step)}")
 
-    def on_eval(self, step: int, losses: dict[str, float]) -> None:
+    def on_eval(self, step: int, losses: dict[str, float | None]) -> None:
         for name, loss in losses.items():
-            self.console.print(f"step {step}  validation {name}: loss {loss:.4f}", markup=False)
+            figure = "no token has a label" if loss is None else f"loss {loss:.4f}"
+            self.console.print(f"step {step}  validation {name}: {figure}", markup=False)
 
     def on_checkpoint(self, path: Path) -> None:
         self.console.print(f"checkpoint {path}", markup=False)
@@ -62,7 +63,7 @@ class Console(Callback):
         self._stop()
         return []
 
-    def on_failure(self) -> None:
+    def on_failure(self, error: BaseException) -> None:
         self._stop()
 
     def _stop(self) -> None:
@@ -87,7 +88,8 @@ def print_summary(console: RichConsole, lines: list[tuple[str, str]]) -> None:
 def _figures(record: Record) -> str:
     mfu = f"  mfu {record['mfu']:.1%}" if record["mfu"] is not None else ""
     skipped = f"  skipped {record['skipped_steps']}" if record["skipped_steps"] else ""
+    loss = "-" if record["loss"] is None else f"{record['loss']:.4f}"
     return (
-        f"loss {record['loss']:.4f}  norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}  "
+        f"loss {loss}  norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}  "
         f"{record['tokens_per_second']:,.0f} tokens/s{mfu}{skipped}"
     )

@@ -3,9 +3,7 @@
 from pathlib import Path
 
 from olmo_shard.train.callbacks.base import Callback, RunInfo
-from olmo_shard.train.records import EVAL_FILE, FILE, read_records
-
-PICTURE = "loss.png"
+from olmo_shard.train.records import EVAL_FILE, FILE, PICTURE, read_records
 
 
 class LossCurve(Callback):
@@ -33,9 +31,11 @@ def draw(run_dir: Path) -> Path:
     axes = figure.add_subplot()
     known = [r for r in steps if r["loss"] is not None]
     axes.plot([r["tokens_total"] for r in known], [r["loss"] for r in known], lw=1, label="train")
-    for name in sorted({key for record in evals for key in record} - {"step"}):
-        points = [(tokens[r["step"]], r[name]) for r in evals if r["step"] in tokens]
-        axes.plot(*zip(*points, strict=True), "o-", ms=4, label=name)
+    for name in sorted({key for record in evals for key in record if key.startswith("eval/")}):
+        drawn = [r for r in evals if r["step"] in tokens and r.get(name) is not None]
+        axes.plot(
+            [tokens[r["step"]] for r in drawn], [r[name] for r in drawn], "o-", ms=4, label=name
+        )
     axes.set(xlabel="tokens", ylabel="cross-entropy (nats)", title=run_dir.name)
     axes.grid(alpha=0.3)
     axes.legend()

@@ -1,122 +1,133 @@
-"""Weights & Biases: one run a job, on rank 0. The tracker never decides the run's fate."""
+"""Weights & Biases: one run per job, on rank 0. The tracker never decides the run's fate."""
 
-import netrc
-import os
 import shlex
-import socket
 import uuid
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Literal
-from urllib.parse import urlparse
+from queue import Empty
+from typing import Any
 
 from rich.console import Console as RichConsole
 
 from olmo_shard.train.callbacks.base import Callback, RunInfo
-
-_CONNECT_SECONDS = 2.0
+from olmo_shard.train.records import Record, eval_record
+from olmo_shard.train.tracking.messages import Opened, Request
+from olmo_shard.train.tracking.process import TrackerProcess
 
 
 class WandB(Callback):
-    """Logs the records of metrics.jsonl on one step axis.
+    """Logs the records of metrics.jsonl; W&B's step is the optimizer's step.
 
-    An offline run is written in segments, one for each start of the job, under one run id; the
-    checkpoint keeps the id and the list, and the summary prints the command that uploads them in
-    order.
+    A process of its own talks to W&B, so training never waits for a server. An offline run is
+    written in segments, one per start of the job, under one run id; the checkpoint keeps the id and
+    the list, and the summary prints the command that uploads the segments in order.
     """
 
     def __init__(self, console: RichConsole) -> None:
         self.console = console
-        self._run: Any = None
         self._info: RunInfo | None = None
-        self._offline = True
+        self._process: TrackerProcess | None = None
+        self._opened: Opened | None = None
+        self._begun_at = 0
 
     def on_start(self, run: RunInfo) -> None:
-        self._info = run
-        self._guarded(self._open)
+        self._info, self._begun_at = run, run.state.step
+        request = _request(run)
+        run.state.tracker_run_id = request.run_id
+        self._process = TrackerProcess(request, run.run_dir / "wandb" / "client.log")
 
-    def on_step(self, record: dict[str, Any]) -> None:
-        self._log(flatten(record))
+    def on_step(self, record: Record) -> None:
+        self._send(step=record["step"], values=flatten(record))
 
-    def on_eval(self, step: int, losses: dict[str, float]) -> None:
-        self._log({"step": step, **{f"eval/{name}": loss for name, loss in losses.items()}})
+    def on_eval(self, step: int, losses: dict[str, float | None]) -> None:
+        assert self._info is not None
+        self._send(step=step, values=eval_record(step, self._info.state.tokens, losses))
+
+    def on_experts(self, record: Record) -> None:
+        self._send(step=record["step"], experts=record)
 
     def on_note(self, message: str) -> None:
-        if self._run is not None:
-            self._guarded(lambda: self._run.alert("olmo_shard", message))
+        self._send(alert=message)
 
     def on_end(self) -> list[tuple[str, str]]:
-        self._guarded(lambda: self._run.finish() if self._run else None)
-        if self._info is None or self._run is None:
+        if self._process is None:
             return []
-        if not self._offline:  # a disabled run has no address
-            return [("W&B run", self._run.url)] if self._run.url else []
-        segments = self._info.state.tracker_segments
-        command = shlex.join(["wandb", "sync", *segments])
-        return [("W&B offline run", segments[-1]), ("to upload it", command)]
+        self._process.finish()
+        self._tell_news()
+        return self._summary(finished=self._process.finished)
 
-    def on_failure(self) -> None:
-        self._guarded(lambda: self._run.finish(exit_code=1) if self._run else None)
+    def on_failure(self, error: BaseException) -> None:
+        if self._process is not None:
+            self._process.leave()
+            self._tell_news()
 
-    def _open(self) -> None:
-        import wandb
+    def _send(self, **message: Any) -> None:
+        assert self._process is not None
+        self._process.send(**message)
+        self._tell_news()
 
-        info = self._info
-        assert info is not None
-        tracking, state = info.config.tracking, info.state
-        mode = "offline" if tracking.wandb == "offline" else choose_mode()
-        state.tracker_run_id = state.tracker_run_id or uuid.uuid4().hex[:8]
-        self._run = wandb.init(
-            project=tracking.project,
-            entity=tracking.entity,
-            name=tracking.name or info.run_dir.name,
-            id=state.tracker_run_id,
-            resume=None if mode == "offline" else "allow",
-            dir=str(info.run_dir),
-            config=info.config.model_dump(),
-            mode=mode,
-            settings=wandb.Settings(silent=True, console="off"),
-        )
-        self._offline = self._run.offline
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
-        if self._offline:
-            state.tracker_segments.append(str(Path(self._run.dir).parent))
+    def _tell_news(self) -> None:
+        """Print what the tracker process has reported since the last call."""
+        assert self._process is not None
+        while True:
+            try:
+                news = self._process.news.get_nowait()
+            except Empty:
+                return
+            if isinstance(news, Opened):
+                self._on_opened(news)
+            else:
+                self._say(f"W&B stopped: {news}; the run goes on, metrics.jsonl has every step")
 
-    def _log(self, values: dict[str, Any]) -> None:
-        if self._run is not None:
-            self._guarded(lambda: self._run.log(values))
+    def _on_opened(self, opened: Opened) -> None:
+        assert self._info is not None
+        self._opened = opened
+        if opened.mode == "disabled":
+            return
+        place = opened.url if opened.mode != "offline" else f"{opened.folder} ({opened.reason})"
+        self._say(f"W&B       {opened.mode}: {place}")
+        state = self._info.state
+        if opened.first_step > self._begun_at + 1:
+            self._say(f"W&B       has the steps before {opened.first_step} already")
+        if opened.mode == "offline":
+            state.tracker_segments = [*segments(self._info)]
 
-    def _guarded(self, action: Callable[[], Any]) -> None:
-        """Call the tracker; whatever it raises is reported once, and tracking ends there."""
-        try:
-            action()
-        except Exception as error:  # noqa: BLE001  (any error of the tracker, and training goes on)
-            self._run = None
-            self.console.print(
-                f"W&B stopped: {type(error).__name__}: {error}; the run goes on, "
-                "metrics.jsonl has every step",
-                markup=False,
-            )
+    def _summary(self, *, finished: bool) -> list[tuple[str, str]]:
+        """Where the run is in W&B, and the command that uploads what is not there."""
+        opened, info = self._opened, self._info
+        if opened is None or info is None or opened.mode == "disabled":
+            return []
+        folders, online = segments(info), opened.mode != "offline"
+        name = "W&B run" if online else "W&B offline run"
+        lines = [(name, (opened.url or opened.folder) if online else opened.folder)]
+        command = ["wandb", "sync"]
+        if online and not finished:
+            seconds = info.config.tracking.finish_bound(info.config.run)
+            lines.append(("not uploaded", f"W&B did not finish within {seconds:g} s"))
+            folders.append(opened.folder)
+            command.append("--include-online")
+        if folders:
+            lines.append(("to upload it", shlex.join([*command, *folders])))
+        return lines
 
-
-def choose_mode() -> Literal["online", "offline"] | None:
-    """Online where a key is at hand and the server answers; null leaves it to ``WANDB_MODE``."""
-    import wandb
-
-    if "WANDB_MODE" in os.environ:
-        return None
-    settings = wandb.Settings()
-    has_key = settings.api_key or _in_netrc(settings.base_url)
-    return "online" if has_key and _reachable(settings.base_url) else "offline"
+    def _say(self, line: str) -> None:
+        self.console.print(line, markup=False)
 
 
-def flatten(record: dict[str, Any]) -> dict[str, Any]:
-    """Lists over MoE layers become one value a layer: ``moe/0/load_max_over_mean``.
+def segments(info: RunInfo) -> list[str]:
+    """Folders of the run's offline segments, oldest first.
 
-    Figures by kind become one value a kind: ``wire_bytes_by_kind/reduce``.
+    The folder of the run is searched, too: a start that was killed before its first checkpoint left
+    its segment in no list.
     """
-    flat: dict[str, Any] = {}
+    found = sorted((info.run_dir / "wandb").glob(f"offline-run-*-{info.state.tracker_run_id}"))
+    return list(dict.fromkeys([*info.state.tracker_segments, *(str(each) for each in found)]))
+
+
+def flatten(record: Record) -> Record:
+    """Lists over MoE layers become one value per layer: ``moe/0/load_max_over_mean``.
+
+    Figures by kind become one value per kind: ``wire_bytes_by_kind/reduce``.
+    """
+    flat: Record = {}
     for name, value in record.items():
         if isinstance(value, list):
             flat |= {f"moe/{layer}/{name}": each for layer, each in enumerate(value)}
@@ -127,18 +138,23 @@ def flatten(record: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _in_netrc(url: str) -> bool:
-    try:
-        return netrc.netrc().authenticators(urlparse(url).hostname or "") is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
-
-
-def _reachable(url: str) -> bool:
-    parsed = urlparse(url)
-    port = parsed.port or (443 if parsed.scheme == "https" else 80)
-    try:
-        socket.create_connection((parsed.hostname or "", port), _CONNECT_SECONDS).close()
-    except OSError:
-        return False
-    return True
+def _request(run: RunInfo) -> Request:
+    tracking, state = run.config.tracking, run.state
+    resumed = run.checkpoint is not None
+    mark = {f"resume/{name}": value for name, value in run.layout().items()}
+    offline = tracking.wandb == "offline"
+    return Request(
+        mode="offline" if offline else "auto",
+        reason="tracking.wandb = offline" if offline else "",
+        project=tracking.project,
+        entity=tracking.entity,
+        name=tracking.name or run.run_dir.name,
+        run_id=state.tracker_run_id or uuid.uuid4().hex[:8],
+        run_dir=str(run.run_dir),
+        config=run.config.model_dump(),
+        recorded_step=run.rewound.last_step if state.tracker_run_id else 0,
+        has_segments=bool(state.tracker_run_id and segments(run)),
+        mark={"resume/step": state.step, **mark} if resumed else {},
+        init_seconds=tracking.init_bound(run.config.run),
+        finish_seconds=tracking.finish_bound(run.config.run),
+    )

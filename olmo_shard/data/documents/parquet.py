@@ -1,0 +1,94 @@
+"""Parquet: one document per row of a column of strings, or of bytes that are UTF-8."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from olmo_shard.data.documents.compression import optional_module
+from olmo_shard.data.documents.records import as_text
+from olmo_shard.data.documents.report import BadInputError, Report
+
+_ROWS = 64
+"""Rows that are decoded at once: few, since each row may be a long document."""
+
+
+def parquet_documents(path: Path, field: str, report: Report) -> Iterator[str]:
+    """The text of each row; dots in the field's name lead into struct columns.
+
+    :raises BadInputError: naming the file, the column and the row.
+    """
+    parquet, arrow = optional_module("pyarrow.parquet", path), optional_module("pyarrow", path)
+    errors = (arrow.ArrowException, OSError)
+    try:
+        table = parquet.ParquetFile(path)
+    except errors as error:
+        raise BadInputError(f"{path}: not a Parquet file: {error}") from error
+    with table:
+        inner = _inner_names(table.schema_arrow, field, path, arrow)
+        row = 0
+        try:
+            for batch in table.iter_batches(batch_size=_ROWS, columns=[field]):
+                for value in batch.column(0):
+                    row += 1
+                    text = _row_text(value, inner, field, f"{path} row {row}", report)
+                    if text is not None:
+                        yield text
+        except errors as error:
+            raise BadInputError(f"{path} after row {row}: {error}") from error
+
+
+def _inner_names(schema: Any, field: str, path: Path, arrow: Any) -> list[str]:
+    """Names that lead from the top column into its structs; none for a plain column.
+
+    :raises BadInputError: where the column is missing, or holds no text.
+    """
+    names = [field] if field in schema.names else field.split(".")
+    kind = arrow.struct(list(schema))
+    for name in names:
+        if not arrow.types.is_struct(kind) or kind.get_field_index(name) < 0:
+            columns = ", ".join(_column_names(schema, arrow))
+            raise BadInputError(f"{path}: no column {field!r} (--text-field); columns: {columns}")
+        kind = kind.field(name).type
+    if not _holds_text(kind, arrow):
+        way_out = "; join its strings into one column first" if "list" in str(kind) else ""
+        raise BadInputError(
+            f"{path}: column {field!r} (--text-field) holds {kind}, not strings{way_out}"
+        )
+    return names[1:]
+
+
+def _column_names(fields: Any, arrow: Any, prefix: str = "") -> list[str]:
+    """Names of all columns, those inside of structs with dots."""
+    names: list[str] = []
+    for each in fields:
+        if arrow.types.is_struct(each.type):
+            names += _column_names(each.type, arrow, f"{prefix}{each.name}.")
+        else:
+            names.append(prefix + each.name)
+    return names
+
+
+def _holds_text(kind: Any, arrow: Any) -> bool:
+    types = arrow.types
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    checks = (
+        types.is_string, types.is_large_string, types.is_string_view,
+        types.is_binary, types.is_large_binary, types.is_binary_view,
+    )  # fmt: skip
+    return any(check(kind) for check in checks)
+
+
+def _row_text(value: Any, inner: list[str], field: str, place: str, report: Report) -> str | None:
+    """The text of one row; ``None`` where the row is bad and bad input is skipped."""
+    try:
+        try:
+            content = value.as_py()
+        except UnicodeDecodeError as error:
+            raise BadInputError(f"the string in column {field!r} is not UTF-8") from error
+        for name in inner:
+            content = None if content is None else content[name]
+        return as_text(content, field, place, report)
+    except BadInputError as error:
+        report.bad(f"{place}: {error}")
+        return None

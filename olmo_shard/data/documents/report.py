@@ -1,0 +1,70 @@
+"""Counts and first examples of the input that was skipped, replaced or empty."""
+
+from dataclasses import dataclass, field
+
+from olmo_shard.errors import DataError
+
+HIDDEN = "skipped: hidden files and folders"
+UNKNOWN = "skipped: files with an unknown ending"
+SPECIAL = "skipped: FIFOs, sockets and devices"
+LINKED = "skipped: links to folders"
+PREPARED = "skipped: folders that prepare wrote"
+BAD = "skipped: bad files and records"
+EMPTY = "skipped: empty documents"
+REPLACED = "replaced by U+FFFD: bytes that are not UTF-8"
+SURROGATE = "replaced by '?': halves of surrogate pairs"
+NUL = "kept: NUL characters"
+_EXAMPLES = 3
+
+
+class BadInputError(DataError):
+    """A file or record that holds no readable text; ``--skip-bad`` leaves such input out."""
+
+
+@dataclass
+class _Count:
+    number: int = 0
+    places: int = 0
+    examples: list[str] = field(default_factory=list)
+
+
+class Report:
+    """Collects what the readers skipped or replaced.
+
+    :param skip_bad: bad input is counted; without it the first bad input ends the reading.
+    """
+
+    def __init__(self, *, skip_bad: bool = False) -> None:
+        self.skip_bad = skip_bad
+        self._counts: dict[str, _Count] = {}
+
+    def count(self, reason: str, place: str, number: int = 1) -> None:
+        """Count ``number`` cases of one place, which is a file, a line or a row."""
+        count = self._counts.setdefault(reason, _Count())
+        count.number += number
+        count.places += 1
+        if len(count.examples) < _EXAMPLES:
+            count.examples.append(place if number == 1 else f"{place} ({number:,})")
+
+    def bad(self, problem: str) -> None:
+        """:raises DataError: with the problem and the way out, unless bad input is skipped."""
+        if not self.skip_bad:
+            raise DataError(f"{problem} [--skip-bad leaves bad input out and counts it]")
+        self.count(BAD, problem)
+
+    def number(self, reason: str) -> int:
+        """Cases counted for a reason."""
+        return self._counts[reason].number if reason in self._counts else 0
+
+    def lines(self) -> list[str]:
+        """One line per reason: the number of cases, and the first places."""
+        return [_line(reason, count) for reason, count in self._counts.items()]
+
+
+def _line(reason: str, count: _Count) -> str:
+    verb, what = reason.split(": ", 1)
+    more = count.places - len(count.examples)
+    rest = f"; and {more:,} more" if more else ""
+    line = f"{verb}: {count.number:,} {what}: {'; '.join(count.examples)}{rest}"
+    # A file's name may hold bytes that are not UTF-8; a terminal cannot print them.
+    return line.encode("utf-8", errors="replace").decode("utf-8")

@@ -1,0 +1,146 @@
+"""Where a regular expression of a pre-tokenizer must split: analysis of the expression itself.
+
+The expressions of the field are alternatives of character classes, such as those of GPT-2:
+``'s| ?\\p{L}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+``. No match holds a letter directly before a
+character c if this holds in each alternative: a class that takes letters is never followed by a
+class that takes c with only optional classes between them. This module parses classes, literals,
+repetitions, groups of contractions, ``(?!\\S)`` and ``$``. An expression with any other part gives
+no character.
+"""
+
+import re
+import unicodedata
+from dataclasses import dataclass
+from functools import cache
+
+from tokenizers import Regex, pre_tokenizers
+
+_ATOM = re.compile(
+    r"""(?P<set>
+          \(\?i:['\w|?\[\]]+\)              # contractions, in any case
+        | \(\?:['\w|?\[\]]+\)
+        | \[\^?(?:\\[^bBAzZGkKxu]|(?!&&)[^\\\[\]])+\]
+        | \\[pP]\{\^?\w+\}
+        | \\[sSdDwWrnt]
+        | \\[^\w]
+        | [^\\\[\](){}.*+?^$|]
+      )
+      (?P<repeat>\{\d+(?:,\d*)?\}|[*+?])?[+?]?
+      (?P<ahead>\(\?!\\S\)|\$)?""",
+    re.VERBOSE,
+)
+_LETTERS = "".join(
+    chr(code)
+    for code in range(0x10000)
+    if chr(code).isalpha() and unicodedata.normalize("NFKD", chr(code).lower()).isalpha()
+)
+_CHUNK = 1000
+"""Characters that are matched at once: the time of one call grows with the square of the length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Atom:
+    """One class of characters with its repetition."""
+
+    takes_letters: bool
+    takes: frozenset[str]
+    """The candidates that the class takes."""
+    optional: bool
+    single: bool
+    """Whether one character is enough."""
+    repeated: bool
+    looks_ahead: bool
+
+
+def splitting_characters(
+    pattern: str, candidates: frozenset[str]
+) -> tuple[frozenset[str], frozenset[str]]:
+    """The candidates c with "letter, c" in no match, and those of them that are always matched.
+
+    A cut before the first changes no match; before the second, the pattern also splits.
+    """
+    nothing: frozenset[str] = frozenset()
+    kept, matched = candidates, nothing
+    for alternative in _alternatives(pattern):
+        atoms = _atoms(alternative, candidates)
+        if atoms is None:
+            return nothing, nothing
+        kept -= _joined(atoms)
+        matched |= _taken_alone(atoms)
+    return kept, kept & matched
+
+
+def _alternatives(pattern: str) -> list[str]:
+    """The pattern split at each ``|`` outside of brackets."""
+    parts, depth, in_set, escaped = [""], 0, False, False
+    for character in pattern:
+        if not escaped:
+            in_set = character == "[" or (in_set and character != "]")
+            depth += 0 if in_set else {"(": 1, ")": -1}.get(character, 0)
+            if character == "|" and not depth and not in_set:
+                parts.append("")
+                continue
+        escaped = character == "\\" and not escaped
+        parts[-1] += character
+    return parts
+
+
+def _atoms(alternative: str, candidates: frozenset[str]) -> list[_Atom] | None:
+    """The atoms of an alternative; ``None`` where a part of it is not understood."""
+    atoms, position = [], 0
+    while position < len(alternative):
+        match = _ATOM.match(alternative, position)
+        if match is None:
+            return None
+        characters, repeat = match["set"], match["repeat"] or ""
+        group = characters.startswith("(")
+        takes = frozenset(characters) & candidates if group else _taken(characters, candidates)
+        atom = _Atom(
+            takes_letters=group or _takes_letters(characters),
+            takes=takes,
+            optional=repeat in ("*", "?") or repeat.startswith("{0"),
+            single=not re.match(r"\{([2-9]|\d\d)", repeat) and not group,
+            repeated=group or repeat not in ("", "?"),
+            looks_ahead=bool(match["ahead"]),
+        )
+        if atom.looks_ahead and (atom.takes_letters or atom.optional):
+            return None
+        atoms.append(atom)
+        position = match.end()
+    return atoms
+
+
+def _joined(atoms: list[_Atom]) -> frozenset[str]:
+    """Each c that may stand directly after a letter inside of one match."""
+    joined: frozenset[str] = frozenset()
+    for index, first in enumerate(atoms):
+        if not first.takes_letters:
+            continue
+        if first.repeated:
+            joined |= first.takes
+        for second in atoms[index + 1 :]:
+            joined |= second.takes
+            if not second.optional:
+                break
+    return joined
+
+
+def _taken_alone(atoms: list[_Atom]) -> frozenset[str]:
+    """Each c that the alternative matches wherever the c stands."""
+    required = [atom for atom in atoms if not atom.optional]
+    if len(required) != 1 or required[0].looks_ahead or not required[0].single:
+        return frozenset()
+    return required[0].takes
+
+
+@cache
+def _takes_letters(characters: str) -> bool:
+    chunks = (_LETTERS[start : start + _CHUNK] for start in range(0, len(_LETTERS), _CHUNK))
+    return any(_taken(characters, frozenset(chunk)) for chunk in chunks)
+
+
+def _taken(characters: str, candidates: frozenset[str]) -> frozenset[str]:
+    """The candidates that a class takes, as the tokenizers' own matcher decides."""
+    text = "".join(sorted(candidates))
+    left = pre_tokenizers.Split(Regex(characters), "removed").pre_tokenize_str(text)
+    return candidates - frozenset("".join(part for part, _ in left))

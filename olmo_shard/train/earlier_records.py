@@ -1,0 +1,63 @@
+"""Records of an earlier start in a run's folder: moved to a numbered folder, never deleted.
+
+A run that begins anew in a folder with records of another start (that one failed before its first
+save, for example) must not write over them.
+"""
+
+from pathlib import Path
+
+from olmo_shard.errors import ConfigurationError
+from olmo_shard.train.records import (
+    CONFIG_FILE,
+    EVAL_FILE,
+    EVENTS_FILE,
+    EXPERTS_FILE,
+    EXPERTS_PICTURE,
+    FILE,
+    PICTURE,
+)
+from olmo_shard.train.rewind import STEP_FILES, replaced_file
+
+_FIRST = (
+    CONFIG_FILE,
+    PICTURE,
+    EXPERTS_PICTURE,
+    EXPERTS_FILE,
+    EVENTS_FILE,
+    *(replaced_file(Path(name)).name for name in STEP_FILES),
+)
+_LAST = (EVAL_FILE, FILE)
+"""What shows that the folder has records. Moved last, so that a move cut short is done again."""
+
+
+def set_aside(run_dir: Path) -> Path | None:
+    """Move the records of an earlier start to ``earlier-N``; for the holder of the run's lock.
+
+    :returns: the new folder, or ``None`` where the run's folder has no records.
+    :raises ConfigurationError: where a file cannot be moved.
+    """
+    if not any(_has_content(run_dir / name) for name in _LAST):
+        return None
+    try:
+        folder = _numbered_folder(run_dir)
+        for name in (*_FIRST, *_LAST):
+            if (run_dir / name).exists():
+                (run_dir / name).rename(folder / name)
+    except OSError as error:
+        raise ConfigurationError(
+            f"run.dir = {run_dir} holds the records of an earlier start, and they cannot be moved "
+            f"away: {error.strerror}: {error.filename}; choose another run.dir"
+        ) from error
+    return folder
+
+
+def _has_content(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
+
+
+def _numbered_folder(run_dir: Path) -> Path:
+    number = 1
+    while (folder := run_dir / f"earlier-{number}").exists():
+        number += 1
+    folder.mkdir()
+    return folder

@@ -1,0 +1,48 @@
+"""Reads a W&B segment (.wandb: LevelDB's log format, records of protobuf) as far as tests need."""
+
+import importlib
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+_BLOCK, _FILE_HEADER = 32_768, 7
+_CHUNK_HEADER = struct.Struct("<IHB")
+_WHOLE, _LAST = 1, 4
+
+
+def segment_rows(folder: Path | str) -> list[dict[str, Any]]:
+    """The history of a segment, one row per logged step."""
+    messages: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")  # has no types
+
+    (path,) = Path(folder).glob("run-*.wandb")
+    rows = []
+    for data in _records(path.read_bytes()):
+        record = messages.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
+    return rows
+
+
+def segment_steps(folder: Path | str) -> list[int]:
+    return [row["_step"] for row in segment_rows(folder)]
+
+
+def _records(data: bytes) -> list[bytes]:
+    """Records of one or more chunks; no chunk crosses a block's end."""
+    found, parts, at = [], b"", _FILE_HEADER
+    while at + _CHUNK_HEADER.size <= len(data):
+        left = _BLOCK - at % _BLOCK
+        if left < _CHUNK_HEADER.size:
+            at += left
+            continue
+        _, length, kind = _CHUNK_HEADER.unpack_from(data, at)
+        at += _CHUNK_HEADER.size
+        parts += data[at : at + length]
+        at += length
+        if kind in (_WHOLE, _LAST):
+            found.append(parts)
+            parts = b""
+    return found

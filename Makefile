@@ -3,14 +3,26 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: train test check clean
+.PHONY: train test test-fast test-slow check clean
 
 train: .venv/installed data/stdlib/meta.json  ## train the demo on two local ranks
 	rm -rf runs/tiny
 	$(BIN)/olmo-shard train configs/tiny.yaml --nproc 2
 
-test: .venv/installed-dev  ## all tests
-	$(BIN)/python -m pytest
+test: .venv/installed-dev  ## all tests but the slow ones
+	$(BIN)/python -m pytest -m "not slow"
+
+test-fast: .venv/installed-dev  ## tests that start no process: for the inner loop
+	$(BIN)/python -m pytest -m fast
+
+# The numeric tests run again with two other sets of CPU kernels, which add in other orders.
+OLD_KERNELS := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41
+AVX2_KERNELS := ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
+
+test-slow: .venv/installed-dev  ## slow tests, and numeric tests with other CPU kernels
+	$(BIN)/python -m pytest -m slow
+	$(OLD_KERNELS) $(BIN)/python -m pytest -m "numeric and not slow"
+	$(AVX2_KERNELS) $(BIN)/python -m pytest -m "numeric and not slow"
 
 check: .venv/installed-dev  ## lint, format, types
 	$(BIN)/ruff check .

@@ -1,12 +1,11 @@
-"""Rank groups shared by all tests of a session, the commands in this process, and which tests are
-the numeric part.
+"""Rank groups shared by all tests of a session, the commands in this process, and the parts of the
+suite.
 """
 
 import os
 import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,6 @@ from tests.support.cpu_kernels import compile_cache, describe
 from tests.support.ranks import RankGroup
 
 NUMERIC = (
-    "test_cpu_kernels.py",
     "dispatch/test_capacity.py",
     "dispatch/test_dispatchers.py",
     "dispatch/test_rowwise_device.py",
@@ -29,17 +27,38 @@ NUMERIC = (
     "nn/",
     "optim/",
     "parallel/test_ddp.py",
+    "parallel/test_first_use.py",
     "parallel/test_gather.py",
     "parallel/test_layouts.py",
     "parallel/test_main_grads.py",
     "parallel/test_reduce.py",
     "parallel/test_triton_training.py",
+    "test_cli.py::test_a_resumed_run_is_bitwise_the_uninterrupted_one",
+    "test_cli.py::test_evaluation_changes_nothing",
+    "test_cpu_kernels.py",
     "train/test_checkpoint.py",
+    "train/test_no_labels.py",
     "train/test_trainer.py",
 )
-"""The files and folders whose tests compare floating-point numbers. ``make test-slow`` runs them
-again with other CPU kernels, which add in other orders.
+"""Where floating-point numbers are compared. ``make test-slow`` runs these tests again with other
+CPU kernels, which add in other orders.
 """
+
+PROCESSES = (
+    "dispatch/test_rowwise.py",
+    "dispatch/test_shared_memory.py",
+    "kernels/test_grouped_ptx.py",
+    "kernels/test_transport_ahead.py",
+    "test_cpu_kernels.py",
+    "test_gpu_check",
+    "test_jobs.py",
+    "test_launch_scripts.py",
+    "test_package.py",
+    "test_readme.py",
+    "train/test_wandb.py",
+    "train/tracking/",
+)
+"""Where other processes run, or a compiler: no part of ``make test-fast``."""
 
 
 def pytest_configure() -> None:
@@ -51,11 +70,16 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the numeric part; compiling for a GPU computes nothing."""
+    """Mark the numeric part, without what is compiled for a GPU and not run, and the fast part."""
     for item in items:
-        path = item.path.relative_to(Path(__file__).parent).as_posix()
-        if path.startswith(NUMERIC) and "ahead_of_time" not in item.name:
+        name = item.nodeid.removeprefix("tests/")
+        ahead = "ahead_of_time" in name
+        if name.startswith(NUMERIC) and not ahead:
             item.add_marker(pytest.mark.numeric)
+        groups = {"ranks", "interpreted"} & set(getattr(item, "fixturenames", ()))
+        slow = item.get_closest_marker("slow")
+        if not (groups or ahead or slow or name.startswith(PROCESSES)):
+            item.add_marker(pytest.mark.fast)
 
 
 class _Groups:

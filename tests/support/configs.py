@@ -11,6 +11,7 @@ CONFIG = """
 run:
   dir: {run}
   device: cpu
+  threads: 1
   seed: 3
 data:
   sequence_length: 16

@@ -90,7 +90,7 @@ def test_a_job_whose_hosts_hold_other_files_ends_at_its_start(tmp_path: Path) ->
 
 def test_a_resume_with_other_data_is_refused_before_training(tmp_path: Path, main: Any) -> None:
     config = write_config(tmp_path)
-    assert main("train", config, "train.steps=1", "eval.every=0")[0] == 0
+    assert main("train", config, "train.steps=3", "eval.every=0")[0] == 0
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     ids = np.fromfile(tmp_path / "tokens.bin", dtype=np.uint16)
     np.roll(ids, 1).tofile(tmp_path / "tokens.bin")
@@ -144,7 +144,7 @@ def test_skipped_steps_have_drawn_their_tokens(tmp_path: Path, main: Any) -> Non
 
 def test_check_and_train_say_what_is_never_trained_on(tmp_path: Path, main: Any) -> None:
     config = write_config(tmp_path)
-    overrides = ["train.steps=null", "train.epochs=0.1", "eval.every=0", "checkpoint.every=0"]
+    overrides = ["train.steps=null", "train.epochs=0.1", "schedule.warmup_steps=0", "eval.every=0"]
     line = (
         "unused    1 of 4,002 ids (0.02%) fill no sequence, at the ends of files; 9 sequence(s), "
         "144 of the budget's 400 tokens (36.00%), fill no global batch, at the end of the run"

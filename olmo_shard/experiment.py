@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from rich.console import Console as RichConsole
 
-from olmo_shard.config import Config, dump_yaml, flat
+from olmo_shard.config import Config, dump_yaml, flatten
 from olmo_shard.data.coverage import describe_data, describe_end
 from olmo_shard.data.loader import DataLoader
 from olmo_shard.data.validation import open_validation
@@ -40,7 +40,7 @@ def run(config: Config, info: RankInfo | None = None, *, scanned: bool = False) 
     :param info: this rank; null for a run of one process.
     :param scanned: whether whoever started this rank has scanned the data already.
     """
-    with runtime(info, config.run, config=flat(config.model_dump())) as here:
+    with runtime(info, config.run, config=flatten(config.model_dump())) as here:
         config.check_world(here.world_size)
         mesh = build_mesh(here, config.parallel.expert_parallel)
         check_inputs(config, mesh, scanned=scanned)
@@ -51,10 +51,10 @@ def run(config: Config, info: RankInfo | None = None, *, scanned: bool = False) 
 
             with torch.device("meta"):
                 model = Transformer(config.model)
-            data_parallel = parallelize(
+            parallel_model = parallelize(
                 model, mesh, config.parallel, config.run.seed, config.train.micro_batch_tokens
             )
-            optimizer = DistributedOptimizer(data_parallel, mesh, config.optim)
+            optimizer = DistributedOptimizer(parallel_model, mesh, config.optim)
             spikes = config.train.skip_spikes and SpikeFilter(config.train.skip_spikes, here.device)
             step = TrainStep(model, optimizer, mesh, spikes)
 
@@ -64,9 +64,9 @@ def run(config: Config, info: RankInfo | None = None, *, scanned: bool = False) 
             started = start_from(config, trainer, mesh)
             if here.rank == 0:
                 (trainer.run_dir / CONFIG_FILE).write_text(dump_yaml(config), encoding="utf-8")
-            notes = _describe(trainer, here, data_parallel)
+            notes = _describe(trainer, here, parallel_model)
             lines = trainer.fit([*notes, *started])
-            data_parallel.close()
+            parallel_model.close()
             if here.rank == 0:
                 print_summary(console, [*_outcome(config), *lines])
 
@@ -76,10 +76,10 @@ def _callbacks(config: Config, console: RichConsole) -> list[Callback]:
     return [Console(console), Events(), JsonLines(), *tracker, LossCurve(), ExpertMap()]
 
 
-def _describe(trainer: Trainer, here: Runtime, data_parallel: ParallelModel) -> list[str]:
+def _describe(trainer: Trainer, here: Runtime, parallel_model: ParallelModel) -> list[str]:
     """What was chosen, for the log."""
     config, loader, step = trainer.config, trainer.loader, trainer.state.step
-    parallel, train, connection = config.parallel, config.train, data_parallel.connection
+    parallel, train, connection = config.parallel, config.train, parallel_model.connection
     counts = parameter_counts(config.model)
     ep = parallel.expert_parallel
     return [
@@ -88,7 +88,7 @@ def _describe(trainer: Trainer, here: Runtime, data_parallel: ParallelModel) -> 
         f"layout    {parallel.mode}, {here.world_size} rank(s) = {here.world_size // ep} ep_dp "
         f"x {ep} ep, {parallel.compute_dtype}, {here.device.type}, {here.threads} thread(s) a rank",
         describe_precision(parallel),
-        f"kernels   {data_parallel.kernels} (parallel.kernels = {parallel.kernels})",
+        f"kernels   {parallel_model.backend} (parallel.kernels = {parallel.kernels})",
         *([] if connection is None else [f"dispatch  {connection.note}"]),
         *describe_data(loader, step),
         f"batch     {train.global_batch_tokens} tokens = {here.world_size} rank(s) x "

@@ -36,8 +36,8 @@ from olmo_shard.dispatch.mailbox import Mailbox
 from olmo_shard.dispatch.plan import make_plan
 from olmo_shard.dispatch.rowwise import RowwiseDispatcher
 from olmo_shard.distributed.collectives import gather_objects
+from olmo_shard.distributed.comm_stats import comm_stats
 from olmo_shard.distributed.mesh import Mesh
-from olmo_shard.distributed.traffic import traffic
 from olmo_shard.parallel.connection import mailbox_layout
 
 ROUTINGS = ("uniform", "skewed", "one rank")
@@ -139,7 +139,7 @@ def _dispatch_and_combine(
     dispatcher: TokenDispatcher, x_TD: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor
 ) -> int:
     """Returns the bytes that this rank sent."""
-    with traffic.stretch() as sent:
+    with comm_stats.measure() as sent:
         rows = dispatcher.finish(dispatcher.start(x_TD, topk_idx_TK, topk_weights_TK))
         dispatcher.combine(rows.x_RD, rows.handle)
     return sent.bytes.total()

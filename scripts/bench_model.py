@@ -22,8 +22,8 @@ def build(config: Config, mesh: Mesh, changes: dict[str, Any]) -> TrainStep:
         model = Transformer(config.model)
     parallel = ParallelConfig.model_validate(fields)
     tokens = config.train.micro_batch_tokens
-    data_parallel = parallelize(model, mesh, parallel, config.run.seed, tokens)
-    return TrainStep(model, DistributedOptimizer(data_parallel, mesh, config.optim), mesh)
+    parallel_model = parallelize(model, mesh, parallel, config.run.seed, tokens)
+    return TrainStep(model, DistributedOptimizer(parallel_model, mesh, config.optim), mesh)
 
 
 def random_window(config: Config, mesh: Mesh, length: int) -> list[MicroBatch]:

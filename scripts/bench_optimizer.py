@@ -36,9 +36,9 @@ def main() -> None:
         with torch.device("meta"):
             model = Transformer(config.model)
         mesh = build_mesh(here)
-        data_parallel = parallelize(model, mesh, config.parallel)
-        ours = DistributedOptimizer(data_parallel, mesh, config.optim)
-        data_parallel.begin_window()
+        parallel_model = parallelize(model, mesh, config.parallel)
+        ours = DistributedOptimizer(parallel_model, mesh, config.optim)
+        parallel_model.begin_window()
         for parameter in model.parameters():
             assert parameter.grad is not None
             parameter.grad.normal_(std=1e-3)

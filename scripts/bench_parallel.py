@@ -39,7 +39,7 @@ LR = 1e-4
 
 MODES: dict[str, dict[str, Any]] = {
     "ddp": {"mode": "ddp"},
-    "ddp, overlap off": {"ddp": {"overlap_reduce": False, "overlap_gather": False}},
+    "ddp, overlap off": {"ddp": {"overlap_grad_reduce": False, "overlap_param_gather": False}},
     "ddp, bf16 wire": {"ddp": {"wire_dtype": "bfloat16"}},
     "fsdp, reshard forward": {"mode": "fsdp", "fsdp": {"reshard": "forward"}},
     "fsdp, reshard window": {"mode": "fsdp", "fsdp": {"reshard": "window"}},
@@ -143,19 +143,19 @@ def _timed(
     config: Config, mesh: Mesh, step: TrainStep, window: int, job: dict[str, Any]
 ) -> dict[str, Any]:
     """Figures of this rank per step, and of all ranks where they add up."""
-    data_parallel, count = step.optimizer.data_parallel, job["steps"]
+    parallel_model, count = step.optimizer.parallel_model, job["steps"]
     windows = [random_window(config, mesh, window) for _ in range(count + 1)]
     before = shaped_network.sent_bytes() if job["shaped"] else 0
     step(windows[0], LR)
     begun = now()
     outputs = [step(each, LR) for each in windows[1:]]
     seconds = (now() - begun) / count
-    data_parallel.wait()
+    parallel_model.wait()
     gather_objects(None, mesh.control)  # nobody starts the next mode before all have ended this one
     sent = (shaped_network.sent_bytes() - before) / (count + 1) if job["shaped"] else None
     waits: dict[str, float] = {}
     for output in outputs:
-        for kind, exposed in output.traffic.exposed_seconds().items():
+        for kind, exposed in output.comm_stats.exposed_seconds().items():
             waits[kind] = waits.get(kind, 0.0) + exposed / count
     return {
         "ranks": mesh.world_size,
@@ -163,7 +163,7 @@ def _timed(
         "tokens_per_second": int(outputs[0].tokens) / seconds,
         "exposed_seconds": sum(waits.values()),
         "exposed_by_kind": waits,
-        "bytes": dict(outputs[0].traffic.bytes),
+        "bytes": dict(outputs[0].comm_stats.bytes),
         "link_bytes": sent,
         "optimal_bytes": _optimal_bytes(step, mesh),
     }

@@ -119,19 +119,19 @@ def check_mode(setup: Setup, mode: Mode, losses: dict[Mode, list[float]]) -> Ite
 def train(config: Config, mesh: Mesh, mode: Mode, seed: int) -> tuple[list[float], list[float]]:
     """Losses and seconds of all steps."""
     step = build(config, mesh, {"mode": mode})
-    data_parallel = step.optimizer.data_parallel
-    assert data_parallel.kernels == "triton"
+    parallel_model = step.optimizer.parallel_model
+    assert parallel_model.backend == "triton"
     torch.manual_seed(seed)
     window = random_window(config, mesh, config.num_microbatches(1))
     losses, seconds = [], []
     for _ in range(STEPS):
         begun = now()
         output = step(window, LR)
-        data_parallel.wait()
+        parallel_model.wait()
         seconds.append(now() - begun)
         assert bool(output.applied), step.skip_cause(output)
         losses.append(float(output.sums.cross_entropy / output.tokens))
-    data_parallel.close()
+    parallel_model.close()
     return losses, seconds
 
 

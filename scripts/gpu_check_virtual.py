@@ -27,7 +27,7 @@ from olmo_shard.dispatch.local import LocalDispatcher
 from olmo_shard.dispatch.mailbox import MailboxLayout
 from olmo_shard.dispatch.plan import DispatchPlan
 from olmo_shard.dispatch.rowwise_device import DeviceRowwiseDispatcher
-from olmo_shard.distributed.traffic import traffic
+from olmo_shard.distributed.comm_stats import comm_stats
 from olmo_shard.kernels.expert_layout import expert_layout
 from olmo_shard.kernels.grouped_mlp import (
     MainGrads,
@@ -172,9 +172,9 @@ def check_case(setup: Setup, case: Case) -> Iterator[Row]:
         for heap in heaps:
             heap.arena.fill_(0xFF)  # consumed by all; NaN again
         tokens = [_tokens(draw, case, rank) for rank in range(case.num_ranks)]
-        with traffic.stretch() as sent, poisoned(setup.device):
+        with comm_stats.measure() as sent, poisoned(setup.device):
             found = exchange(ranks, tokens)
-        sent.settle()
+        sent.resolve_device_counts()
         expected = [local(case, each, reference) for each in tokens]
         kept = [each for *_, each in expected]
         for name, index in (("out", 0), ("dx", 1), ("router", 2)):

@@ -1,6 +1,6 @@
 """The config: plain pydantic models without torch. Every field states its meaning and unit."""
 
-from olmo_shard.config.base import flat
+from olmo_shard.config.base import flatten
 from olmo_shard.config.data import DataConfig, DataSource
 from olmo_shard.config.loading import dump_yaml, load_config
 from olmo_shard.config.model import ModelConfig, MoEConfig, RouterConfig
@@ -35,6 +35,6 @@ __all__ = [
     "TrackingConfig",
     "TrainConfig",
     "dump_yaml",
-    "flat",
+    "flatten",
     "load_config",
 ]

@@ -30,12 +30,12 @@ class Section(BaseModel):
         return int(value) if int in kinds and float not in kinds else value
 
 
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested dictionaries as one, by dotted names."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         nested = isinstance(value, dict)
-        found |= flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+        found |= flatten(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
     return found
 
 

@@ -13,6 +13,12 @@ Place = tuple[str, ...]
 Origins = dict[Place, str]
 """The file or override that each key comes from."""
 
+_RENAMED = {
+    "parallel.ddp.overlap_reduce": "parallel.ddp.overlap_grad_reduce",
+    "parallel.ddp.overlap_gather": "parallel.ddp.overlap_param_gather",
+}
+"""Fields of earlier versions, with the fields that took their place."""
+
 
 def origins_of(tree: dict[str, Any], source: str, above: Place = ()) -> Origins:
     """All keys of a file, sections included."""
@@ -85,6 +91,8 @@ def _is_union_tag(part: str) -> bool:
 
 def _valid_key(location: Place) -> str:
     """The key that was probably meant: of this name elsewhere, else the nearest one here."""
+    if ".".join(location) in _RENAMED:
+        return f"; it is called {_RENAMED['.'.join(location)]} now"
     name = location[-1]
     elsewhere = [".".join(place) for place in _fields(Config) if place[-1] == name]
     if elsewhere:

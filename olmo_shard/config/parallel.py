@@ -10,9 +10,9 @@ from olmo_shard.config.base import Section
 class DDPConfig(Section):
     bucket_cap_mb: float = Field(default=32.0, gt=0)
     """Size of a gradient bucket in MiB of FP32; a larger parameter is a bucket of its own."""
-    overlap_reduce: bool = True
+    overlap_grad_reduce: bool = True
     """Reduce each bucket in the window's last backward as soon as it is full; false: after it."""
-    overlap_gather: bool = True
+    overlap_param_gather: bool = True
     """Gather each bucket's new weights during the next forward; false: before it."""
     grad_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which a window's gradients add up on a rank; the sum over ranks is FP32 always."""

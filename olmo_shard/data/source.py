@@ -6,7 +6,7 @@ import numpy as np
 
 from olmo_shard.config import Config, DataConfig, DataSource
 from olmo_shard.data.identity import SourceIdentity
-from olmo_shard.data.token_file import TokenFile, outside, resolve
+from olmo_shard.data.token_file import TokenFile, find_token_files, out_of_vocabulary_problem
 from olmo_shard.errors import DataError
 
 
@@ -60,7 +60,7 @@ class SequenceSource:
         first = int(self._ends[file - 1]) if file else 0
         start = (index - first) * self.length
         ids = self._ids[file][start : start + self.length + 1]
-        problem = outside(self.files[file], ids, start, self.bounds[file])
+        problem = out_of_vocabulary_problem(self.files[file], ids, start, self.bounds[file])
         if problem:
             raise DataError(problem)
         return ids.astype(np.int64)
@@ -86,7 +86,7 @@ def open_sources(
     opened: list[SequenceSource] = []
     for name, source in sources.items():
         try:
-            files = resolve(source)
+            files = find_token_files(source)
         except DataError as error:
             problems.append(f"{name}: {error}")
             continue

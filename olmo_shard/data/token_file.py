@@ -100,7 +100,7 @@ class TokenFile:
         ids, digest, scan = self.ids(), hashlib.sha256(), TypeScan(self.dtype, bound)
         for start in range(0, len(ids), _CHUNK):
             chunk = ids[start : start + _CHUNK]
-            problem = outside(self, chunk, start, bound)
+            problem = out_of_vocabulary_problem(self, chunk, start, bound)
             if problem:
                 likely = likely_type(self._head(), self.dtype, bound)
                 return f"{problem}; {likely}" if likely else problem
@@ -123,7 +123,9 @@ class TokenFile:
         return head[: len(head) // self.dtype.itemsize * self.dtype.itemsize]
 
 
-def outside(file: TokenFile, ids: np.ndarray, start: int, bound: int) -> str | None:
+def out_of_vocabulary_problem(
+    file: TokenFile, ids: np.ndarray, start: int, bound: int
+) -> str | None:
     """Where an id of the file is not below ``bound``: its place and value."""
     if not len(ids) or int(ids.max()) < bound:
         return None
@@ -134,7 +136,7 @@ def outside(file: TokenFile, ids: np.ndarray, start: int, bound: int) -> str | N
     )
 
 
-def resolve(source: DataSource) -> list[TokenFile]:
+def find_token_files(source: DataSource) -> list[TokenFile]:
     """The files of a source, in a fixed order.
 
     :raises DataError: naming every path that cannot be used.

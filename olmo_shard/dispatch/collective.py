@@ -41,9 +41,9 @@ class CollectiveDispatcher(TokenDispatcher):
         num_experts: int,
         group: dist.ProcessGroup,
         capacity_factor: float | None = None,
-        kernels: Backend = "reference",
+        backend: Backend = "reference",
     ) -> None:
-        super().__init__(num_experts, group.rank(), group.size(), capacity_factor, kernels)
+        super().__init__(num_experts, group.rank(), group.size(), capacity_factor, backend)
         self.group = group
         self._in_flight: _InFlight | None = None
 
@@ -68,7 +68,7 @@ class CollectiveDispatcher(TokenDispatcher):
 
     def _most_pairs(self, local_expert_Rm: Tensor) -> int:
         """Exact for Triton, which allocates for them; its reference counts for itself."""
-        if self.kernels == "triton":
+        if self.backend == "triton":
             return int((local_expert_Rm >= 0).sum())
         return local_expert_Rm.numel()
 

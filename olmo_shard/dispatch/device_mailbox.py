@@ -14,7 +14,7 @@ from torch import Tensor
 
 from olmo_shard.dispatch.heap.device import DeviceHeap
 from olmo_shard.dispatch.mailbox import MailboxLayout
-from olmo_shard.distributed.traffic import traffic
+from olmo_shard.distributed.comm_stats import comm_stats
 from olmo_shard.errors import LostPeerError
 from olmo_shard.kernels.put_packed import FarPeers, put_packed
 from olmo_shard.kernels.signals import AHEAD, signal_peers, wait_signals
@@ -87,7 +87,7 @@ class DeviceMailbox:
         """
         assert self._outstanding, "no exchange is outstanding"
         self._outstanding = False
-        with traffic.waiting("rows", self.error.device, layer):
+        with comm_stats.waiting("rows", self.error.device, layer):
             counts_W, totals = wait_signals(
                 self.heap.flags,
                 self.epoch,

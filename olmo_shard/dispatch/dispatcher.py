@@ -50,16 +50,16 @@ class DispatchedRows(NamedTuple):
     handle: DispatchHandle
 
     def through(
-        self, w_gate_up: Tensor, w_down: Tensor, main_grads: MainGrads | None, kernels: Backend
+        self, w_gate_up: Tensor, w_down: Tensor, main_grads: MainGrads | None, backend: Backend
     ) -> Tensor:
         """Run the experts: one row for each row, the weighted sum over its local experts, [R, D].
 
         :param w_gate_up: [e, 2F, D]; :param w_down: [e, D, F].
         """
-        max_pairs = self.max_pairs if kernels == "triton" else None
-        layout = expert_layout(self.local_expert_Rm, len(w_down), max_pairs, kernels)
+        max_pairs = self.max_pairs if backend == "triton" else None
+        layout = expert_layout(self.local_expert_Rm, len(w_down), max_pairs, backend)
         return grouped_mlp(
-            self.x_RD, self.weights_Rm, w_gate_up, w_down, layout, kernels, main_grads
+            self.x_RD, self.weights_Rm, w_gate_up, w_down, layout, backend, main_grads
         )
 
 
@@ -77,7 +77,7 @@ class TokenDispatcher(Transport):
     :param rank: this rank in the expert-parallel group.
     :param num_ranks: W, ranks of the group.
     :param capacity_factor: limits the routes that an expert takes; null drops none.
-    :param kernels: what decides which routes an expert takes.
+    :param backend: what decides which routes an expert takes.
     """
 
     name: ClassVar[str]
@@ -91,13 +91,13 @@ class TokenDispatcher(Transport):
         rank: int,
         num_ranks: int,
         capacity_factor: float | None = None,
-        kernels: Backend = "reference",
+        backend: Backend = "reference",
     ) -> None:
         assert num_experts % num_ranks == 0
         self.num_experts, self.rank, self.num_ranks = num_experts, rank, num_ranks
         self.num_local_experts = num_experts // num_ranks
         self.capacity_factor = capacity_factor
-        self.kernels: Backend = kernels
+        self.backend: Backend = backend
 
     def admit(self, topk_idx_TK: Tensor, topk_weights_TK: Tensor, labelled_T: Tensor) -> Tensor:
         """Expert ids, with -1 for the routes that capacity drops."""
@@ -109,7 +109,7 @@ class TokenDispatcher(Transport):
             labelled_T,
             self.num_experts,
             self.capacity_factor,
-            self.kernels,
+            self.backend,
         )
 
     def plan(self, topk_idx_TK: Tensor, layer: int) -> DispatchPlan:

@@ -71,10 +71,10 @@ class AwaitedRows(NamedTuple):
     between: _Between
 
     def through(
-        self, w_gate_up: Tensor, w_down: Tensor, main_grads: MainGrads | None, kernels: str
+        self, w_gate_up: Tensor, w_down: Tensor, main_grads: MainGrads | None, backend: str
     ) -> Tensor:
         """Wait for them, run the experts, send on; returns the order of what follows."""
-        assert kernels == "triton"
+        assert backend == "triton"
         order = _ExpertSide.apply(*self, w_gate_up, w_down, main_grads)
         # Here, while FSDP still has the weights gathered.
         return _PairsStart.apply(order, self.transport, self.between, w_down.detach())  # type: ignore[return-value]

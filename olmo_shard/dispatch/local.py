@@ -21,9 +21,9 @@ class LocalDispatcher(TokenDispatcher):
         self,
         num_experts: int,
         capacity_factor: float | None = None,
-        kernels: Backend = "reference",
+        backend: Backend = "reference",
     ) -> None:
-        super().__init__(num_experts, 0, 1, capacity_factor, kernels)
+        super().__init__(num_experts, 0, 1, capacity_factor, backend)
         self._outward: Received | None = None
         self._back: tuple[Tensor, Tensor | None] | None = None
 

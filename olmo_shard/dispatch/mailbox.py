@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from olmo_shard.dispatch.heap.base import SymmetricHeap
-from olmo_shard.distributed.host_memory import in_units
+from olmo_shard.distributed.host_memory import format_bytes
 from olmo_shard.kernels.regions import Regions
 
 SLOTS = 2
@@ -86,7 +86,7 @@ class MailboxLayout:
         """The formula with its numbers."""
         return (
             f"mailboxes of {SLOTS} slots x {self.num_ranks - 1} peer(s) x {self.max_rows} rows x "
-            f"{self.row_bytes} B = {in_units(self.arena_bytes)} a rank"
+            f"{self.row_bytes} B = {format_bytes(self.arena_bytes)} a rank"
         )
 
     @property

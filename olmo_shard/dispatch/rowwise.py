@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from olmo_shard.dispatch.buffer_pool import BufferPool
 from olmo_shard.dispatch.dispatcher import TokenDispatcher
 from olmo_shard.dispatch.exchange import DispatchHandle, Received, RecvCounts, on_host
 from olmo_shard.dispatch.mailbox import Mailbox, Region
 from olmo_shard.dispatch.plan import DispatchPlan
 from olmo_shard.dispatch.sum_rows import sum_rows
-from olmo_shard.dispatch.warm_buffers import WarmBuffers
-from olmo_shard.distributed.traffic import traffic
+from olmo_shard.distributed.comm_stats import comm_stats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +56,8 @@ class RowwiseDispatcher(TokenDispatcher):
         self.mailbox, self.max_tokens = mailbox, max_tokens
         layout = mailbox.layout
         most_rows = max_tokens + (self.num_ranks - 1) * layout.max_rows
-        self._rows = WarmBuffers(most_rows * layout.width * layout.dtype.itemsize)
-        self._sums = WarmBuffers(max_tokens * layout.width * torch.float32.itemsize)
+        self._rows = BufferPool(most_rows * layout.width * layout.dtype.itemsize)
+        self._sums = BufferPool(max_tokens * layout.width * torch.float32.itemsize)
         self._outward: _Outward | None = None
         self._back: _Back | None = None
 
@@ -153,7 +153,7 @@ class RowwiseDispatcher(TokenDispatcher):
         assert max(remote, default=0) <= layout.max_rows, "more rows than the mailbox has"
 
     def _wait(self, plan: DispatchPlan) -> None:
-        with traffic.waiting("rows", torch.device("cpu"), plan.layer):
+        with comm_stats.waiting("rows", torch.device("cpu"), plan.layer):
             self.mailbox.wait(f"layer {plan.layer}")
 
     def _counts(self, regions: dict[int, Region], own: int) -> list[int]:
@@ -188,6 +188,6 @@ class RowwiseDispatcher(TokenDispatcher):
         """
         layout = self.mailbox.layout
         remote = sum(counts) - counts[self.rank]
-        traffic.add("rows", remote * layout.width * layout.dtype.itemsize, plan.layer)
+        comm_stats.add("rows", remote * layout.width * layout.dtype.itemsize, plan.layer)
         if slot_bytes:
-            traffic.add("metadata", remote * layout.num_slots * slot_bytes, plan.layer)
+            comm_stats.add("metadata", remote * layout.num_slots * slot_bytes, plan.layer)

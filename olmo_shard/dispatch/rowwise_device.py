@@ -12,7 +12,7 @@ from olmo_shard.dispatch.dispatcher import Experts, Flight, TokenDispatcher
 from olmo_shard.dispatch.exchange import DeviceCounts, DispatchHandle, Received, RecvCounts
 from olmo_shard.dispatch.expert_side import run_on_expert_side
 from olmo_shard.dispatch.plan import DispatchPlan, make_plan
-from olmo_shard.distributed.traffic import traffic
+from olmo_shard.distributed.comm_stats import comm_stats
 from olmo_shard.kernels.capacity import most_routes
 from olmo_shard.kernels.pull_rows import pull_rows, pull_weights
 from olmo_shard.kernels.push_rows import push_rows
@@ -215,6 +215,6 @@ class DeviceRowwiseDispatcher(TokenDispatcher):
         """
         layout = self.mailbox.layout
         remote = counts_W.sum() - counts_W[self.rank]
-        traffic.add_later("rows", remote, layout.width * layout.dtype.itemsize, layer)
+        comm_stats.add_device_count("rows", remote, layout.width * layout.dtype.itemsize, layer)
         if slot_bytes:
-            traffic.add_later("metadata", remote, layout.num_slots * slot_bytes, layer)
+            comm_stats.add_device_count("metadata", remote, layout.num_slots * slot_bytes, layer)

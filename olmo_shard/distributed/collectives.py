@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from olmo_shard.distributed.traffic import traffic
+from olmo_shard.distributed.comm_stats import comm_stats
 from olmo_shard.distributed.work import AllOf, Work
 
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -34,7 +34,7 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup, *, kind: str) -> None:
     """Sum over the group, in place."""
     if group.size() > 1:
         # A ring sends each element (W - 1) / W times twice.
-        traffic.add(kind, 2 * _remote_bytes(tensor, group))
+        comm_stats.add(kind, 2 * _remote_bytes(tensor, group))
         Work(kind, tensor.device, dist.all_reduce(tensor, group=group, async_op=True)).wait()
 
 
@@ -59,7 +59,7 @@ def reduce_scatter_start(
             output.copy_(flat)
         return Work(kind, flat.device)
     outgoing = flat.to(wire_dtype or flat.dtype)
-    traffic.add(kind, _remote_bytes(outgoing, group))
+    comm_stats.add(kind, _remote_bytes(outgoing, group))
     if flat.is_cuda and outgoing.dtype == output.dtype:
         work = _reduce_scatter_into(output, outgoing, group=group, async_op=True)
         return Work(kind, flat.device, work)
@@ -84,7 +84,7 @@ def all_gather_start(flat: Tensor, own: Tensor, group: dist.ProcessGroup, *, kin
         if own.data_ptr() != flat.data_ptr():
             flat.copy_(own)
         return Work(kind, flat.device)
-    traffic.add(kind, _remote_bytes(flat, group))
+    comm_stats.add(kind, _remote_bytes(flat, group))
     if flat.is_cuda:
         work = _all_gather_into(flat, own, group=group, async_op=True)
         return Work(kind, flat.device, work)
@@ -104,7 +104,7 @@ def all_to_all(
     if group.size() == 1:
         output.copy_(flat)
         return
-    traffic.add(kind, _remote_bytes(flat, group), layer)
+    comm_stats.add(kind, _remote_bytes(flat, group), layer)
     work = dist.all_to_all_single(output, flat, group=group, async_op=True)
     Work(kind, flat.device, work, layer=layer).wait()
 
@@ -130,7 +130,7 @@ def all_to_all_start(
         return Work(kind, rows.device)
     remote = sum(send_counts) - send_counts[group.rank()]
     for part, num_bytes in row_bytes.items():
-        traffic.add(part, remote * num_bytes, layer)
+        comm_stats.add(part, remote * num_bytes, layer)
     work = dist.all_to_all_single(
         output, rows, recv_counts, send_counts, group=group, async_op=True
     )

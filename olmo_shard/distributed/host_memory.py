@@ -30,7 +30,7 @@ def available_memory() -> int:
     return min([_available_on_host(), *_left_in_control_groups()])
 
 
-def in_units(num_bytes: int) -> str:
+def format_bytes(num_bytes: int) -> str:
     """For a message: 3,221,225 bytes (3.1 MiB)."""
     powers = {"GiB": 30, "MiB": 20, "KiB": 10}
     unit = next((name for name, power in powers.items() if num_bytes >= 2**power), "KiB")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from olmo_shard.config import RunConfig
 from olmo_shard.distributed.environment import SINGLE, RankInfo
 from olmo_shard.distributed.started_alike import Fields, check_started_alike, versions
-from olmo_shard.distributed.work import complete_all
+from olmo_shard.distributed.work import wait_for_all_work
 from olmo_shard.errors import ConfigurationError, LaunchError
 
 
@@ -76,7 +76,7 @@ def runtime(
             threads=threads,
         )
         # Peers may still wait for what this rank has started.
-        complete_all()
+        wait_for_all_work()
     finally:
         # A rank that failed leaves at once, too: its peers see a closed connection, no timeout.
         dist.destroy_process_group()

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from olmo_shard.distributed.traffic import traffic
+from olmo_shard.distributed.comm_stats import comm_stats
 
 
 class _Waitable(Protocol):
@@ -41,18 +41,18 @@ class Work:
         if work is not None:
             _under_way.add(self)
 
-    def is_done(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether ``wait`` would not keep the host waiting."""
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
         """Wait, which counts as exposed time, and finish. A second call does nothing."""
         if self._work is not None:
-            with traffic.waiting(self.kind, self.device, self.layer):
+            with comm_stats.waiting(self.kind, self.device, self.layer):
                 self._await()
-        self.complete()
+        self.wait_untimed()
 
-    def complete(self) -> None:
+    def wait_untimed(self) -> None:
         """``wait``, uncounted: for waits beside the computation."""
         self._await()
         finish, self._finish = self._finish, None
@@ -69,13 +69,13 @@ class Work:
 _under_way: set[Work] = set()
 
 
-def complete_all() -> None:
+def wait_for_all_work() -> None:
     """Complete whatever this process has started: before it leaves its peers."""
     for work in list(_under_way):
-        work.complete()
+        work.wait_untimed()
 
 
-class Lane:
+class CommStream:
     """Starts collectives in the order of the calls, beside the computation.
 
     On CUDA all of them run on one stream of their own, whatever their groups: two ranks that ran
@@ -92,7 +92,7 @@ class Lane:
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             work = launch()
-            work.complete()
+            work.wait_untimed()
             return Work(work.kind, work.device, _OnStream(self.stream.record_event()))
 
 

@@ -18,8 +18,8 @@ class RoutedExperts(nn.Module):
         super().__init__()
         self.w_gate_up = nn.Parameter(torch.empty(num_experts, 2 * hidden, d_model))
         self.w_down = nn.Parameter(torch.empty(num_experts, d_model, hidden))
-        self.kernels: Backend = "reference"
-        self.adds_to_grad = False
+        self.backend: Backend = "reference"
+        self.accumulate_into_main_grads = False
         """Whether backward adds to the weights' ``.grad`` in place where that is FP32; mode ``ddp``
         sets it. ``torch.autograd.grad`` then gets no gradients of these weights."""
 
@@ -28,11 +28,11 @@ class RoutedExperts(nn.Module):
 
         :param rows: what a dispatcher hands over; how they get through the experts is theirs.
         """
-        return rows.through(self.w_gate_up, self.w_down, self._main_grads(), self.kernels)
+        return rows.through(self.w_gate_up, self.w_down, self._main_grads(), self.backend)
 
     def _main_grads(self) -> MainGrads | None:
         gate_up, down = self.w_gate_up, self.w_down
-        if not (self.adds_to_grad and gate_up.requires_grad and down.requires_grad):
+        if not (self.accumulate_into_main_grads and gate_up.requires_grad and down.requires_grad):
             return None
         # Null where a hook collects them, or where somebody took them away.
         if gate_up.grad is None or down.grad is None or gate_up.grad.dtype != torch.float32:

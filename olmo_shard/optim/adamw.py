@@ -66,12 +66,12 @@ class SliceState(NamedTuple):
 
 
 def adamw_(
-    state: SliceState, runs: DecayRuns, scalars: StepScalars, kernels: Backend = "reference"
+    state: SliceState, runs: DecayRuns, scalars: StepScalars, backend: Backend = "reference"
 ) -> None:
     """AdamW in place (the formula is in ``kernels/adamw.py``), by Triton or by torch's fused
     kernel. ``grad`` may be overwritten.
     """
-    if kernels == "triton":
+    if backend == "triton":
         _adamw_triton_(state, runs, scalars)
         return
     config = scalars.config

@@ -30,7 +30,7 @@ from olmo_shard.optim.adamw import DecayRuns, SliceState, StepScalars, adamw_, s
 from olmo_shard.optim.norm import squares
 from olmo_shard.parallel.shards import MainSlice, ParallelModel
 
-Judge = Callable[[Tensor, Tensor], Tensor]
+StepFilter = Callable[[Tensor, Tensor], Tensor]
 """From (gradient norm, extra values summed over all ranks) to a boolean scalar: apply the step?"""
 
 
@@ -50,12 +50,12 @@ class StepResult(NamedTuple):
 class DistributedOptimizer:
     """AdamW or SGD on the slices of a parallel model.
 
-    :param data_parallel: what ``parallelize`` returned.
+    :param parallel_model: what ``parallelize`` returned.
     """
 
-    def __init__(self, data_parallel: ParallelModel, mesh: Mesh, config: OptimConfig) -> None:
-        self.data_parallel, self.mesh, self.config = data_parallel, mesh, config
-        self.slices = data_parallel.slices
+    def __init__(self, parallel_model: ParallelModel, mesh: Mesh, config: OptimConfig) -> None:
+        self.parallel_model, self.mesh, self.config = parallel_model, mesh, config
+        self.slices = parallel_model.slices
         self.adam = config.name == "adamw"
         moments = self.slices if self.adam else []
         self.exp_avgs = [torch.zeros_like(part.main) for part in moments]
@@ -66,7 +66,7 @@ class DistributedOptimizer:
 
     @torch.no_grad()
     def step(
-        self, lr: float, extra: Tensor | None = None, judge: Judge | None = None
+        self, lr: float, extra: Tensor | None = None, judge: StepFilter | None = None
     ) -> StepResult:
         """Run all phases after the last backward of a window.
 
@@ -74,15 +74,15 @@ class DistributedOptimizer:
         :param extra: values to sum over all ranks in the same all-reduce as the norm.
         :param judge: may skip a step whose norm is finite, equally on every rank.
         """
-        self.data_parallel.reduce()
+        self.parallel_model.reduce()
         result = self._norm(extra, judge)
         scalars = self._scalars(lr, result)
         for index in range(len(self.slices)):
             self._step(index, scalars)
-            self.data_parallel.gather(index)
+            self.parallel_model.gather(index)
         return result
 
-    def _norm(self, extra: Tensor | None, judge: Judge | None) -> StepResult:
+    def _norm(self, extra: Tensor | None, judge: StepFilter | None) -> StepResult:
         gradients = [
             shard.of(gradient)
             for part in self.slices
@@ -125,7 +125,7 @@ class DistributedOptimizer:
             exp_avg_sq=self.exp_avg_sqs[index],
             model=part.model,
         )
-        adamw_(state, runs, scalars, self.data_parallel.kernels)
+        adamw_(state, runs, scalars, self.parallel_model.backend)
 
     def _decay_runs(self, part: MainSlice) -> DecayRuns:
         """The runs of a slice with and without decay; padding goes with what is before it."""

@@ -13,7 +13,7 @@ from olmo_shard.nn.recompute import checkpointed
 from olmo_shard.nn.transformer import Block, Transformer
 from olmo_shard.parallel.connection import connect_experts
 from olmo_shard.parallel.ddp import DDPModel
-from olmo_shard.parallel.expert import spread_experts
+from olmo_shard.parallel.expert import shard_experts
 from olmo_shard.parallel.fsdp import FSDPModel
 from olmo_shard.parallel.shards import LogicalParameter, ParallelModel
 
@@ -40,17 +40,17 @@ def parallelize(
         shape = _local_shape(logical)
         return initial_tensor(model.config, logical.name, shape, seed, logical.experts)
 
-    kernels = choose_backend(config.kernels, mesh.device.type)
-    connection = connect_experts(model, mesh, config, max_tokens, kernels)
-    parameters = spread_experts(model, mesh)
+    backend = choose_backend(config.kernels, mesh.device.type)
+    connection = connect_experts(model, mesh, config, max_tokens, backend)
+    parameters = shard_experts(model, mesh)
     _wrap_forwards(model, config)
     wrap = DDPModel if config.mode == "ddp" else FSDPModel
-    data_parallel = wrap(model, mesh, config, parameters, initial)
+    parallel_model = wrap(model, mesh, config, parameters, initial)
     for router in model.routers():
         router.to_empty(device=mesh.device, recurse=False)
         router.reset_buffers()
-    data_parallel.connection, data_parallel.kernels = connection, kernels
-    return data_parallel
+    parallel_model.connection, parallel_model.backend = connection, backend
+    return parallel_model
 
 
 def _check(model: Transformer, mesh: Mesh, config: ParallelConfig) -> None:

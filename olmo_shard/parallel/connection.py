@@ -37,41 +37,41 @@ def connect_experts(
     mesh: Mesh,
     config: ParallelConfig,
     max_tokens: int | None,
-    kernels: Backend = "reference",
+    backend: Backend = "reference",
 ) -> Connection | None:
     """Give every MoE layer its dispatcher; collective over all ranks.
 
     One dispatcher for all layers: it asserts that at most one exchange is outstanding in the model.
 
     :param max_tokens: of a rank's largest micro-batch; sizes the mailboxes of ``rowwise``.
-    :param kernels: what computes routed experts.
+    :param backend: what computes routed experts.
     :returns: null for a model without MoE layers.
     :raises ConfigurationError: where the transport that the config names cannot run here.
     """
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     if not layers:
         return None
-    connection = _connect(layers[0], mesh, config, max_tokens, kernels)
+    connection = _connect(layers[0], mesh, config, max_tokens, backend)
     for layer in layers:
-        layer.dispatcher, layer.experts.kernels = connection.dispatcher, kernels
+        layer.dispatcher, layer.experts.backend = connection.dispatcher, backend
     return connection
 
 
 def _connect(
-    layer: MoE, mesh: Mesh, config: ParallelConfig, max_tokens: int | None, kernels: Backend
+    layer: MoE, mesh: Mesh, config: ParallelConfig, max_tokens: int | None, backend: Backend
 ) -> Connection:
     num_experts, factor = layer.router.num_experts, config.capacity_factor
     if config.dispatch == "local" or (config.dispatch == "auto" and mesh.expert_parallel == 1):
-        return Connection(LocalDispatcher(num_experts, factor, kernels), _note("local", config))
+        return Connection(LocalDispatcher(num_experts, factor, backend), _note("local", config))
     note = _note("collective", config)
     if config.dispatch != "collective":
         try:
-            return _rowwise(layer, mesh, config, max_tokens, kernels)
+            return _rowwise(layer, mesh, config, max_tokens, backend)
         except HeapError as error:
             if config.dispatch == "rowwise":
                 raise refusal(error) from error
             note += f": rowwise cannot run here: {error}"
-    return Connection(CollectiveDispatcher(num_experts, mesh.ep, factor, kernels), note)
+    return Connection(CollectiveDispatcher(num_experts, mesh.ep, factor, backend), note)
 
 
 def refusal(error: HeapError) -> ConfigurationError:
@@ -87,12 +87,12 @@ def _note(name: str, config: ParallelConfig) -> str:
 
 
 def _rowwise(
-    layer: MoE, mesh: Mesh, config: ParallelConfig, max_tokens: int | None, kernels: Backend
+    layer: MoE, mesh: Mesh, config: ParallelConfig, max_tokens: int | None, backend: Backend
 ) -> Connection:
     """:raises HeapError: on all ranks, with the reason of the first that has one."""
 
     def layout_here() -> MailboxLayout:
-        check_rowwise_here(mesh.device.type, kernels, config)
+        check_rowwise_here(mesh.device.type, backend, config)
         return _layout(layer, config, max_tokens)
 
     layout = on_every_rank(mesh.control, layout_here)
@@ -107,7 +107,7 @@ def _rowwise(
     return Connection(dispatcher, f"{_note('rowwise', config)}: {layout.describe()}; {said}")
 
 
-def check_rowwise_here(device_type: str, kernels: Backend, config: ParallelConfig) -> None:
+def check_rowwise_here(device_type: str, backend: Backend, config: ParallelConfig) -> None:
     """:raises HeapError: where this machine cannot run ``rowwise``, whatever the model."""
     if device_type == "cpu":
         if config.symmetric_heap != "auto":
@@ -117,7 +117,7 @@ def check_rowwise_here(device_type: str, kernels: Backend, config: ParallelConfi
             )
         check_host()
     else:
-        check_gpu(kernels)
+        check_gpu(backend)
 
 
 def mailbox_layout(

@@ -12,7 +12,7 @@ from torch import nn
 
 from olmo_shard.config import ParallelConfig
 from olmo_shard.distributed.mesh import Mesh
-from olmo_shard.distributed.work import Lane
+from olmo_shard.distributed.work import CommStream
 from olmo_shard.nn.experts import RoutedExperts
 from olmo_shard.parallel.flat_space import FlatBucket, FlatSpace
 from olmo_shard.parallel.gather import BucketGather
@@ -24,7 +24,7 @@ class DDPModel(ParallelModel):
     """See the module's docstring.
 
     :param model: cut to this rank's experts already; its parameters move into the flat buffers.
-    :param parameters: what ``spread_experts`` returned.
+    :param parameters: what ``shard_experts`` returned.
     :param initial: the value of each parameter.
     """
 
@@ -44,19 +44,19 @@ class DDPModel(ParallelModel):
         buckets = _in_order_of_backward(self.spaces, parameters)
         for module in model.modules():
             if isinstance(module, RoutedExperts):
-                module.adds_to_grad = True
-        lane = Lane(mesh.device)
+                module.accumulate_into_main_grads = True
+        comm_stream = CommStream(mesh.device)
         self._reducer = BucketReducer(
             model,
             buckets,
-            lane,
-            overlap=config.ddp.overlap_reduce,
+            comm_stream,
+            overlap=config.ddp.overlap_grad_reduce,
             wire_dtype=getattr(torch, config.ddp.wire_dtype or config.ddp.grad_dtype),
         )
         in_order_of_forward = buckets[::-1]
         self.slices = [bucket.owned for bucket in in_order_of_forward]
         self._gather = BucketGather(
-            model, in_order_of_forward, lane, overlap=config.ddp.overlap_gather
+            model, in_order_of_forward, comm_stream, overlap=config.ddp.overlap_param_gather
         )
         model.register_state_dict_pre_hook(lambda *_: self.wait())
 

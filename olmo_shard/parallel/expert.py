@@ -8,7 +8,7 @@ from olmo_shard.nn.experts import RoutedExperts
 from olmo_shard.parallel.shards import LogicalParameter
 
 
-def spread_experts(model: nn.Module, mesh: Mesh) -> list[LogicalParameter]:
+def shard_experts(model: nn.Module, mesh: Mesh) -> list[LogicalParameter]:
     """Cut the experts to this rank's slice.
 
     Works on the meta device and on real weights.

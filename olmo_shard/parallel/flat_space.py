@@ -52,7 +52,7 @@ class FlatSpace:
     ) -> None:
         self.group = group
         self._compiled = config.compile
-        self._kernels: Backend = choose_backend(config.kernels, device.type)
+        self._backend: Backend = choose_backend(config.kernels, device.type)
         self._logical = {parameter.name: parameter for parameter in parameters}
         sizes = {name: model.get_parameter(name).numel() for name in self._logical}
         cap = int(config.ddp.bucket_cap_mb * 2**20 / torch.float32.itemsize)
@@ -125,7 +125,7 @@ class FlatSpace:
         if parameter.dtype == gradient.dtype:
             self._attached.append((parameter, gradient))
         elif compiled or not HAS_GRAD_DTYPE:
-            _add_by_hook(parameter, gradient, self._kernels)
+            _add_by_hook(parameter, gradient, self._backend)
         else:
             parameter.grad_dtype = gradient.dtype
             self._attached.append((parameter, gradient))
@@ -140,12 +140,12 @@ class FlatSpace:
         )
 
 
-def _add_by_hook(parameter: nn.Parameter, gradient: Tensor, kernels: Backend) -> None:
+def _add_by_hook(parameter: nn.Parameter, gradient: Tensor, backend: Backend) -> None:
     """Make backward add a parameter's gradient to a tensor that is not its ``.grad``."""
 
     def add(param: Tensor) -> None:
         assert param.grad is not None
-        accumulate_grad(gradient, param.grad, kernels)
+        accumulate_grad(gradient, param.grad, backend)
         param.grad = None
 
     parameter.register_post_accumulate_grad_hook(add)

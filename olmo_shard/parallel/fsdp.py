@@ -29,7 +29,7 @@ class FSDPModel(ParallelModel):
     """FSDP2 behind the interface of the distributed optimizer.
 
     :param model: cut to this rank's experts already.
-    :param parameters: what ``spread_experts`` returned.
+    :param parameters: what ``shard_experts`` returned.
     :param initial: the value of each parameter.
     """
 

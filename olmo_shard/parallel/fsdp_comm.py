@@ -69,7 +69,7 @@ class _AwaitedByFSDP(dist.Work):
 def _wait(work: Work) -> None:
     """On CUDA, FSDP2 waits on a stream beside the computation: that is not exposed time."""
     if work.device.type == "cuda":
-        work.complete()
+        work.wait_untimed()
     else:
         work.wait()
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from olmo_shard.distributed.collectives import all_gather_start
-from olmo_shard.distributed.work import Lane, Work
+from olmo_shard.distributed.work import CommStream, Work
 from olmo_shard.nn.feed_forward import FeedForward
 from olmo_shard.nn.router import Router
 from olmo_shard.nn.transformer import Block, Transformer
@@ -24,9 +24,9 @@ class BucketGather:
     """
 
     def __init__(
-        self, model: nn.Module, buckets: list[FlatBucket], lane: Lane, *, overlap: bool
+        self, model: nn.Module, buckets: list[FlatBucket], comm_stream: CommStream, *, overlap: bool
     ) -> None:
-        self.buckets, self.lane, self.overlap = buckets, lane, overlap
+        self.buckets, self.comm_stream, self.overlap = buckets, comm_stream, overlap
         self._under_way: dict[int, Work] = {}
         bucket_of = {name: i for i, bucket in enumerate(buckets) for name in bucket.names}
         needed: dict[nn.Module, set[int]] = {}
@@ -43,7 +43,7 @@ class BucketGather:
         def launch() -> Work:
             return all_gather_start(bucket.weights, bucket.owned.model, bucket.group, kind="gather")
 
-        self._under_way[index] = self.lane.start(launch)
+        self._under_way[index] = self.comm_stream.start(launch)
         if not self.overlap:
             self._wait_for(index)
 

@@ -11,16 +11,16 @@ from olmo_shard.dispatch.heap.nvshmem import NvshmemHeap
 from olmo_shard.dispatch.heap.torch_symmetric import TorchSymmetricHeap
 from olmo_shard.dispatch.mailbox import MailboxLayout
 from olmo_shard.distributed.collectives import gather_objects
-from olmo_shard.distributed.host_memory import in_units
+from olmo_shard.distributed.host_memory import format_bytes
 from olmo_shard.distributed.mesh import Mesh
 from olmo_shard.errors import HeapError
 from olmo_shard.kernels.backend import Backend
 from olmo_shard.parallel.made_on_all import made_on_all
 
 
-def check_gpu(kernels: Backend) -> None:
+def check_gpu(backend: Backend) -> None:
     """:raises HeapError: where a run on GPUs cannot have such mailboxes, whatever the model."""
-    if kernels != "triton":
+    if backend != "triton":
         raise HeapError(
             "rows on GPUs are moved by Triton kernels, and parallel.kernels = reference"
         )
@@ -37,7 +37,7 @@ def check_gpu_memory(layout: MailboxLayout, config: ParallelConfig) -> None:
     total = torch.cuda.get_device_properties(device).total_memory
     if layout.arena_bytes > total:
         raise HeapError(
-            f"{layout.describe()}, and {device} has {in_units(total)}: lower "
+            f"{layout.describe()}, and {device} has {format_bytes(total)}: lower "
             "train.micro_batch_tokens, or set parallel.capacity_factor"
         )
     problem = nvshmem.unsupported(device) if config.symmetric_heap == "nvshmem" else None

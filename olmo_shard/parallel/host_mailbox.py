@@ -9,7 +9,7 @@ from olmo_shard.dispatch.mailbox import Mailbox, MailboxLayout
 from olmo_shard.distributed.agree import on_every_rank
 from olmo_shard.distributed.collectives import gather_objects
 from olmo_shard.distributed.host_identity import host_identity
-from olmo_shard.distributed.host_memory import available_memory, in_units
+from olmo_shard.distributed.host_memory import available_memory, format_bytes
 from olmo_shard.distributed.mesh import Mesh
 from olmo_shard.errors import HeapError
 from olmo_shard.parallel.made_on_all import made_on_all
@@ -31,7 +31,7 @@ def host_mailbox(mesh: Mesh, layout: MailboxLayout) -> tuple[Mailbox, str]:
         mesh,
         lambda: SharedMemoryHeap(mesh.ep, layout.arena_bytes, layout.num_flags, mesh.timeout),
     )
-    return Mailbox(heap, layout), f"{in_units(available)} available"
+    return Mailbox(heap, layout), f"{format_bytes(available)} available"
 
 
 class _Place(NamedTuple):
@@ -84,7 +84,7 @@ def check_memory(layout: MailboxLayout, num_ranks: int, available: int) -> None:
     needed = layout.arena_bytes * num_ranks
     if needed > available:
         raise HeapError(
-            f"the mailboxes of {num_ranks} rank(s) need {in_units(needed)} of shared memory, "
-            f"{in_units(available)} are available; {layout.describe()}: lower "
+            f"the mailboxes of {num_ranks} rank(s) need {format_bytes(needed)} of shared memory, "
+            f"{format_bytes(available)} are available; {layout.describe()}: lower "
             "train.micro_batch_tokens, or set parallel.capacity_factor"
         )

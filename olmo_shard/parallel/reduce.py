@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from olmo_shard.distributed.collectives import reduce_scatter_start
-from olmo_shard.distributed.work import Lane, Work
+from olmo_shard.distributed.work import CommStream, Work
 from olmo_shard.errors import TrainingError
 from olmo_shard.parallel.flat_space import FlatBucket
 
@@ -39,37 +39,39 @@ class BucketReducer:
         self,
         model: nn.Module,
         buckets: list[FlatBucket],
-        lane: Lane,
+        comm_stream: CommStream,
         *,
         overlap: bool,
         wire_dtype: torch.dtype,
     ) -> None:
-        self.buckets, self.lane, self.overlap, self.wire_dtype = buckets, lane, overlap, wire_dtype
-        # On CUDA staging is reused in the order of the lane's stream, without a wait of the host.
+        self.buckets, self.comm_stream = buckets, comm_stream
+        self.overlap, self.wire_dtype = overlap, wire_dtype
+        # On CUDA the order of the communication stream protects the staging memory: the host never
+        # waits before a bucket reuses it.
         limit = STAGED_BUCKETS if overlap else 1
-        self._limit = limit if lane.stream is None else len(buckets)
-        self._armed = False
+        self._limit = limit if comm_stream.stream is None else len(buckets)
+        self._in_last_backward = False
         self._under_way: deque[Work] = deque()
-        self._missing: list[set[str]] = []
+        self._pending_params: list[set[str]] = []
         self.begin_window()
         if overlap:
             for index, bucket in enumerate(buckets):
                 for name in bucket.names:
-                    self._watch(model.get_parameter(name), index, name)
+                    self._install_hook(model.get_parameter(name), index, name)
 
     def begin_window(self) -> None:
         """Nothing is ready."""
-        if self._armed:
+        if self._in_last_backward:
             # A window that was given up after its backward: how many of its buckets a rank has
             # started is a matter of timing, and all ranks must have made the same exchanges.
             self.finish()
-        self._armed = False
-        self._missing = [set(bucket.names) for bucket in self.buckets]
+        self._in_last_backward = False
+        self._pending_params = [set(bucket.names) for bucket in self.buckets]
         self._started = 0
 
     def begin_microbatch(self, *, last: bool) -> None:
         """What the coming backward makes ready is final if it is the window's last."""
-        self._armed = last and self.overlap
+        self._in_last_backward = last and self.overlap
 
     def finish(self) -> None:
         """Start what has not been started, and wait for all."""
@@ -80,24 +82,24 @@ class BucketReducer:
         while self._under_way:
             self._under_way.popleft().wait()
 
-    def _watch(self, parameter: nn.Parameter, index: int, name: str) -> None:
+    def _install_hook(self, parameter: nn.Parameter, index: int, name: str) -> None:
         def mark_ready(_: nn.Parameter) -> None:
             if self._started > index:
                 raise TrainingError(
                     f"a gradient of {name} came after its bucket was reduced: the window's last "
                     "backward must be the only one after begin_microbatch(last=True); or set "
-                    "parallel.ddp.overlap_reduce to false"
+                    "parallel.ddp.overlap_grad_reduce to false"
                 )
-            if self._armed:
-                self._missing[index].discard(name)
+            if self._in_last_backward:
+                self._pending_params[index].discard(name)
                 self._start_full()
 
         parameter.register_post_accumulate_grad_hook(mark_ready)
 
     def _start_full(self) -> None:
-        while self._started < len(self.buckets) and not self._missing[self._started]:
+        while self._started < len(self.buckets) and not self._pending_params[self._started]:
             if len(self._under_way) == self._limit:
-                if not self._under_way[0].is_done():
+                if not self._under_way[0].is_ready():
                     return
                 self._under_way.popleft().wait()
             self._start_next()
@@ -115,4 +117,4 @@ class BucketReducer:
                 wire_dtype=self.wire_dtype,
             )
 
-        self._under_way.append(self.lane.start(launch))
+        self._under_way.append(self.comm_stream.start(launch))

@@ -81,7 +81,7 @@ class ParallelModel(ABC):
     model: nn.Module
     slices: list[MainSlice]
     """In the order in which forward needs the weights."""
-    kernels: Backend = "reference"
+    backend: Backend = "reference"
     """What computes routed experts and the optimizer's step."""
     connection: Connection | None = None
     """How MoE layers reach their experts."""

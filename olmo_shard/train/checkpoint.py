@@ -21,7 +21,7 @@ from olmo_shard.errors import CheckpointError, TrainingError
 from olmo_shard.nn.transformer import Transformer
 from olmo_shard.optim.sharded import DistributedOptimizer
 from olmo_shard.train import checkpoint_folder as folders
-from olmo_shard.train.checkpoint_fit import check_same_model, saved_keys, some
+from olmo_shard.train.checkpoint_fit import check_same_model, first_few, saved_keys
 from olmo_shard.train.logical_tensor import LogicalTensor
 from olmo_shard.train.state import TrainState
 
@@ -34,7 +34,7 @@ class Checkpointer:
 
     def __init__(self, optimizer: DistributedOptimizer) -> None:
         self.optimizer = optimizer
-        model = optimizer.data_parallel.model
+        model = optimizer.parallel_model.model
         assert isinstance(model, Transformer)
         self.model = model
         self.control = optimizer.mesh.control
@@ -48,7 +48,7 @@ class Checkpointer:
         :param keep: complete checkpoints to keep, null for all.
         :raises TrainingError: on every rank, where one of them cannot write.
         """
-        self.optimizer.data_parallel.wait()
+        self.optimizer.parallel_model.wait()
         final = folders.folder_of(run_dir, train.step)
         partial = on_first_rank(self.control, lambda: folders.begin(final))
         try:
@@ -90,8 +90,8 @@ class Checkpointer:
 
     def _load(self, path: Path, *, with_optimizer: bool) -> folders.SavedState:
         state = on_first_rank(self.control, lambda: self._checked_state(path, with_optimizer))
-        data_parallel = self.optimizer.data_parallel
-        data_parallel.wait()
+        parallel_model = self.optimizer.parallel_model
+        parallel_model.wait()
         try:
             dcp.load(
                 self._tensors(with_optimizer=with_optimizer),
@@ -100,9 +100,9 @@ class Checkpointer:
             )
         except CheckpointException as error:
             raise CheckpointError(f"cannot load {path}: {_first_cause(error)}") from error
-        for index, part in enumerate(data_parallel.slices):
+        for index, part in enumerate(parallel_model.slices):
             part.model.copy_(part.main)
-            data_parallel.gather(index)
+            parallel_model.gather(index)
         return state
 
     def _tensors(self, *, with_optimizer: bool) -> dict[str, Tensor]:
@@ -137,7 +137,7 @@ class Checkpointer:
 
     def _logical_shapes(self) -> dict[str, torch.Size]:
         """Of every parameter of the run (a rank may own no part of some)."""
-        own = {shard.name: shard.shape for shard in self.optimizer.data_parallel.shards()}
+        own = {shard.name: shard.shape for shard in self.optimizer.parallel_model.shards()}
         merged: dict[str, torch.Size] = {}
         for shapes in collectives.gather_objects(own, self.control):
             assert isinstance(shapes, dict)
@@ -154,7 +154,7 @@ class Checkpointer:
             if name in saved and saved[name] != shape
         ]
         if other:
-            raise CheckpointError(f"checkpoint {path} is of another model: {some(other)}")
+            raise CheckpointError(f"checkpoint {path} is of another model: {first_few(other)}")
         if with_optimizer:
             check_same_model(path, state.model, self.model.config)
         expected, found = self._keys(with_optimizer=with_optimizer), saved_keys(path)
@@ -165,7 +165,7 @@ class Checkpointer:
         if missing or unexpected:
             raise CheckpointError(
                 f"checkpoint {path} does not fit the model and optimizer: "
-                f"missing {some(missing)}; unexpected {some(unexpected)}"
+                f"missing {first_few(missing)}; unexpected {first_few(unexpected)}"
             )
         return state
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 
-from olmo_shard.config import ModelConfig, flat
+from olmo_shard.config import ModelConfig, flatten
 from olmo_shard.errors import CheckpointError
 
 _FREE = {
@@ -23,14 +23,14 @@ _FREE = {
 
 def check_same_model(path: Path, saved: dict[str, Any], config: ModelConfig) -> None:
     """:raises CheckpointError: naming fields whose change would give weights another meaning."""
-    before, now = flat(saved), flat(config.model_dump())
+    before, now = flatten(saved), flatten(config.model_dump())
     changed = [
         f"model.{name} = {now.get(name)!r} instead of {before.get(name)!r}"
         for name in sorted(before.keys() | now.keys())
         if name not in _FREE and before.get(name) != now.get(name)
     ]
     if changed:
-        raise CheckpointError(f"checkpoint {path} is of another model: {some(changed)}")
+        raise CheckpointError(f"checkpoint {path} is of another model: {first_few(changed)}")
 
 
 def saved_keys(path: Path) -> set[str]:
@@ -59,7 +59,7 @@ def saved_keys(path: Path) -> set[str]:
     return set(metadata.state_dict_metadata)
 
 
-def some(names: list[str]) -> str:
+def first_few(names: list[str]) -> str:
     """The first few of a list, for a message."""
     shown = ", ".join(names[:5]) or "nothing"
     return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown

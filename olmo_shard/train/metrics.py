@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from olmo_shard.config import Config
-from olmo_shard.distributed.traffic import StepTraffic
+from olmo_shard.distributed.comm_stats import StepCommStats
 from olmo_shard.nn.flops import flops_per_token
 from olmo_shard.nn.peak import peak_flops
 from olmo_shard.train.records import Record, perplexity
@@ -54,7 +54,7 @@ class StepMeter:
     def record(self, pending: PendingStep, state: TrainState) -> Record:
         """A step's record, from tensors that are ready and a state that counts it already."""
         output = pending.output
-        output.traffic.settle()
+        output.comm_stats.resolve_device_counts()
         tokens = int(output.tokens)
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
@@ -72,7 +72,7 @@ class StepMeter:
             "step_seconds": seconds,
             "tokens_per_second": rate,
             "mfu": rate * self._flops / self._peak if self._peak else None,
-            **self._communication(output.traffic),
+            **self._communication(output.comm_stats),
             "skipped_steps": state.skipped_steps,
             "memory_bytes": peak_memory_bytes(self.device),
             **self._losses(output, tokens),
@@ -102,15 +102,15 @@ class StepMeter:
             self._counts_LE, self._counted_from = torch.zeros_like(counts_LE), step
         self._counts_LE += counts_LE
 
-    def _communication(self, traffic: StepTraffic) -> Record:
+    def _communication(self, comm_stats: StepCommStats) -> Record:
         """Of this rank: bytes sent, and seconds that computation waited for collectives."""
         found: Record = {
-            "wire_bytes": traffic.bytes.total(),
-            "wire_bytes_by_kind": dict(traffic.bytes),
+            "wire_bytes": comm_stats.bytes.total(),
+            "wire_bytes_by_kind": dict(comm_stats.bytes),
             "exposed_seconds": None,
         }
         if self._times_waits:
-            seconds = traffic.exposed_seconds()
+            seconds = comm_stats.exposed_seconds()
             found["exposed_seconds"] = sum(seconds.values())
             found["exposed_seconds_by_kind"] = seconds
         return found
@@ -140,7 +140,7 @@ class StepMeter:
         found: Record = {"dropped_routes": output.sums.dropped_L.long().tolist()}
         if self.config.parallel.expert_parallel == 1:
             return found
-        sent = output.traffic.bytes_by_layer
+        sent = output.comm_stats.bytes_by_layer
         found["rows_sent"] = output.sums.rows_sent_L.long().tolist()
         found["row_bytes"] = [sent[layer] for layer in self._moe_layers]
         found["received_rows_max"] = output.received_LN.amax(dim=1).long().tolist()

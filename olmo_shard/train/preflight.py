@@ -12,7 +12,7 @@ from olmo_shard.data.loader import DataLoader
 from olmo_shard.data.source import open_sources
 from olmo_shard.data.token_file import TokenFile
 from olmo_shard.dispatch.mailbox import MailboxLayout
-from olmo_shard.distributed.host_memory import available_memory, in_units
+from olmo_shard.distributed.host_memory import available_memory, format_bytes
 from olmo_shard.errors import DataError, HeapError
 from olmo_shard.kernels.backend import Backend, choose_backend
 from olmo_shard.optim.schedule import check_schedule
@@ -92,8 +92,8 @@ def _in_shared_memory(layout: MailboxLayout, num_ranks: int) -> str:
     check_memory(layout, num_ranks, available)
     return (
         f"rowwise where all ranks of a group are on one host: {layout.describe()}, "
-        f"{in_units(layout.arena_bytes * num_ranks)} for {num_ranks} rank(s); "
-        f"{in_units(available)} available here"
+        f"{format_bytes(layout.arena_bytes * num_ranks)} for {num_ranks} rank(s); "
+        f"{format_bytes(available)} available here"
     )
 
 

@@ -10,7 +10,7 @@ from olmo_shard.config import Config
 from olmo_shard.data.coverage import describe_end
 from olmo_shard.data.loader import DataLoader
 from olmo_shard.errors import CheckpointError, ConfigurationError, NothingLeftError
-from olmo_shard.train.checkpoint_fit import check_same_model, some
+from olmo_shard.train.checkpoint_fit import check_same_model, first_few
 from olmo_shard.train.checkpoint_folder import complete_checkpoints, leftovers, read_state
 from olmo_shard.train.records import EVAL_FILE, EVENTS_FILE, EXPERTS_FILE, FILE, read_records
 
@@ -81,7 +81,7 @@ def describe_saves(config: Config) -> list[str]:
     unfinished = [path.name for path in leftovers(run_dir)]
     if unfinished:
         then = "they stay" if saves.every is None else "the next complete save removes them"
-        lines.append(f"leftover  saves that did not end: {some(unfinished)}; {then}")
+        lines.append(f"leftover  saves that did not end: {first_few(unfinished)}; {then}")
     return lines
 
 

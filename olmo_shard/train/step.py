@@ -14,8 +14,8 @@ from torch import Tensor
 
 from olmo_shard.data.loader import MicroBatch
 from olmo_shard.distributed import collectives
+from olmo_shard.distributed.comm_stats import StepCommStats, comm_stats
 from olmo_shard.distributed.mesh import Mesh
-from olmo_shard.distributed.traffic import StepTraffic, traffic
 from olmo_shard.nn.moe import MoE
 from olmo_shard.nn.router import update_after_step
 from olmo_shard.nn.transformer import ModelOutput, Transformer
@@ -87,7 +87,7 @@ class StepOutput(NamedTuple):
     """FP64 [shards]: this rank's part of the squared norm, by shard."""
     limits: Tensor
     """FP64 [2]: loss and gradient norm above which the step was to be skipped."""
-    traffic: StepTraffic
+    comm_stats: StepCommStats
     """What this rank sent and waited for."""
     received_LN: Tensor
     """FP64: rows that each layer's dispatch brought to each rank, its own included."""
@@ -121,21 +121,21 @@ class TrainStep:
         :param window: this rank's micro-batches, on the device.
         :param lr: learning rate of this step.
         """
-        with traffic.stretch() as sent:
+        with comm_stats.measure() as sent:
             return self._run(window, lr, sent)
 
-    def _run(self, window: list[MicroBatch], lr: float, sent: StepTraffic) -> StepOutput:
-        data_parallel = self.optimizer.data_parallel
+    def _run(self, window: list[MicroBatch], lr: float, sent: StepCommStats) -> StepOutput:
+        parallel_model = self.optimizer.parallel_model
         # One divisor for the whole window, fixed before the first backward.
         tokens = torch.stack([micro_batch.num_labelled() for micro_batch in window]).sum()
         collectives.all_reduce(tokens, self.mesh.control, kind="tokens")
         divisor = tokens.clamp(min=1)
 
-        data_parallel.begin_window()
+        parallel_model.begin_window()
         window_sums: list[StepSums] = []
         window_rows: list[Tensor] = []
         for index, micro_batch in enumerate(window):
-            data_parallel.begin_microbatch(last=index == len(window) - 1)
+            parallel_model.begin_microbatch(last=index == len(window) - 1)
             output: ModelOutput = self.model(*micro_batch)
             (output.loss / divisor).backward()
             window_sums.append(StepSums.of(output))
@@ -158,12 +158,12 @@ class TrainStep:
             local_sums=like.unpacked(local),
             squares=result.squares,
             limits=limits,
-            traffic=sent,
+            comm_stats=sent,
             received_LN=received_LN,
             waited_LN=waited_LN,
         )
 
-    def _by_rank(self, rows_LW: Tensor, sent: StepTraffic) -> Tensor:
+    def _by_rank(self, rows_LW: Tensor, sent: StepCommStats) -> Tensor:
         """This rank's part of rows received and seconds waited, by layer and rank: [2, L, N].
 
         Seconds are zero on CUDA, where reading them would wait for the device.
@@ -198,7 +198,7 @@ class TrainStep:
 
         :raises LostPeerError: where a transport has waited for a peer in vain.
         """
-        self.optimizer.data_parallel.check()
+        self.optimizer.parallel_model.check()
         if not math.isfinite(float(output.grad_norm)):
             return f"gradient norm {float(output.grad_norm)}; {self._non_finite_cause(output)}"
         return self._spike(output) if int(output.tokens) else NO_LABEL
@@ -227,7 +227,7 @@ class TrainStep:
         if not math.isfinite(float(output.local_sums.cross_entropy)):
             in_forward.append("the cross-entropy")
         finite = output.squares.isfinite().tolist()
-        shards = self.optimizer.data_parallel.shards()
+        shards = self.optimizer.parallel_model.shards()
         bad = {shard.name for shard, fine in zip(shards, finite, strict=True) if not fine}
         # Backward runs from the last parameter to the first.
         in_backward = [name for name in reversed(self._parameters) if name in bad]

@@ -66,7 +66,7 @@ class Trainer:
                 if self._due_to_save():
                     self._save()
             self._report()
-            self.optimizer.data_parallel.wait()
+            self.optimizer.parallel_model.wait()
             return [line for callback in self.callbacks for line in callback.on_end()]
         except BaseException as error:
             failure = error  # the name after `as` is unbound when the clause ends
@@ -138,7 +138,7 @@ class Trainer:
 
     def _evaluate(self) -> None:
         self._report()
-        losses = evaluate(self.optimizer.data_parallel, self.validation, self.mesh)
+        losses = evaluate(self.optimizer.parallel_model, self.validation, self.mesh)
         self._notify(lambda callback: callback.on_eval(self.state.step, losses))
         self.meter.restart()
 

@@ -101,6 +101,14 @@ def test_a_mistake_is_blamed_on_the_file_that_has_it(tmp_path):
             r"timeout_seconds = 99999999999: .* less than or equal",
         ),
         ("train.steps=1.5", r"train\.steps = 1\.5: a whole number is needed"),
+        (
+            "parallel.ddp.overlap_reduce=true",
+            r"overlap_reduce: .* is called parallel\.ddp\.overlap_grad_reduce now",
+        ),
+        (
+            "parallel.ddp.overlap_gather=true",
+            r"overlap_gather: .* is called parallel\.ddp\.overlap_param_gather now",
+        ),
         ("train.lr=1", r"train\.lr: unknown key \(value 1\); did you mean optim\.lr\?"),
         ("model.top_k=1", r"did you mean model\.moe\.top_k\?"),
         ("warmup_steps=1", r"did you mean schedule\.warmup_steps\?"),

@@ -18,7 +18,7 @@ from olmo_shard.data.documents.report import Report
 from olmo_shard.data.meta import Split, read_meta
 from olmo_shard.data.prepare import narrowest_type
 from olmo_shard.data.prepare import prepare as run_prepare
-from olmo_shard.data.token_file import resolve
+from olmo_shard.data.token_file import find_token_files
 from olmo_shard.errors import DataError
 from tests.support.prepare import found, options, prepare, printed
 
@@ -88,7 +88,7 @@ def test_the_name_of_the_end_token_inside_a_text_does_not_end_a_document(tmp_pat
 def test_prepared_files_that_were_changed_are_refused(tmp_path, texts):
     prepare(found(texts), options(tmp_path))
     source = DataSource(path=str(tmp_path / "out"))
-    (file,) = resolve(source)
+    (file,) = find_token_files(source)
     assert file.size_problem() is None
     assert file.id_problem(300) is None
     content = file.path.read_bytes()
@@ -98,7 +98,7 @@ def test_prepared_files_that_were_changed_are_refused(tmp_path, texts):
     assert "checksum differs" in (file.id_problem(300) or "")
     (tmp_path / "out" / "meta.json").unlink()
     with pytest.raises(DataError, match=r"has no meta\.json"):
-        resolve(source)
+        find_token_files(source)
 
 
 @pytest.mark.parametrize(

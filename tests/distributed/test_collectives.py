@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from olmo_shard.distributed import collectives
+from olmo_shard.distributed.comm_stats import comm_stats
 from olmo_shard.distributed.failure import first_cause, is_lost_peer, read_failure
 from olmo_shard.distributed.runtime import Runtime
-from olmo_shard.distributed.traffic import traffic
 from tests.support.close import BARS, close
 from tests.support.ranks import mesh_of
 
@@ -19,9 +19,9 @@ def reduce_scatter_case(rank: Runtime) -> tuple[list[float], list[float], int]:
     group = mesh_of(rank).bulk
     flat = torch.arange(6.0) + 10 * rank.rank
     own = flat[2 * rank.rank : 2 * rank.rank + 2]
-    before = traffic.bytes["test"]
+    before = comm_stats.bytes["test"]
     collectives.reduce_scatter_start(own, flat, group, kind="test").wait()
-    sent = traffic.bytes["test"] - before
+    sent = comm_stats.bytes["test"] - before
     gathered = torch.zeros(6)
     gathered[2 * rank.rank : 2 * rank.rank + 2] = own
     slot = gathered[2 * rank.rank : 2 * rank.rank + 2]
@@ -44,11 +44,11 @@ def rounded_case(rank: Runtime, dtype: torch.dtype) -> tuple[torch.Tensor, torch
     flat = torch.randn(3 * 40_000, generator=generator) * 10 ** torch.linspace(-30, 30, 3 * 40_000)
     flat = flat.to(dtype)
     output = torch.full((40_000,), torch.nan)
-    before = traffic.bytes["test"]
+    before = comm_stats.bytes["test"]
     collectives.reduce_scatter_start(
         output, flat, group, kind="test", wire_dtype=torch.bfloat16
     ).wait()
-    return output, flat, traffic.bytes["test"] - before
+    return output, flat, comm_stats.bytes["test"] - before
 
 
 def test_a_sum_over_a_bf16_wire_is_off_by_one_rounding_of_each_value(ranks):
@@ -106,11 +106,11 @@ def exposed_case(rank: Runtime) -> tuple[float, float, dict[str, int]]:
     """Rank 1 comes a second late: the wait of rank 0, and its bytes, in a stretch of their own."""
     group = mesh_of(rank).bulk
     dist.barrier(group=group)
-    with traffic.stretch() as stretch:
+    with comm_stats.measure() as stretch:
         time.sleep(rank.rank)
         collectives.all_reduce(torch.ones(4), group, kind="late")
     collectives.all_reduce(torch.ones(4), group, kind="after")
-    with traffic.stretch() as hidden:
+    with comm_stats.measure() as hidden:
         flat = torch.ones(4)
         work = collectives.all_gather_start(flat, flat[:2], group, kind="hidden")
         time.sleep(0.2)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from olmo_shard.distributed import host_memory
-from olmo_shard.distributed.host_memory import available_memory, in_units
+from olmo_shard.distributed.host_memory import available_memory, format_bytes
 
 GIB = 2**30
 
@@ -69,4 +69,4 @@ def test_this_machine_has_some():
     ],
 )
 def test_bytes_in_units(num_bytes, said):
-    assert in_units(num_bytes) == said
+    assert format_bytes(num_bytes) == said

@@ -122,16 +122,16 @@ class Narrow(nn.Module):
 
 def narrow_case(rank: Runtime, name: str) -> tuple[int, list[float]]:
     """Shards that this rank owns, and the weights after two steps with gradient 4 (1 a rank)."""
-    model, data_parallel = small_model(rank, Narrow())
+    model, parallel_model = small_model(rank, Narrow())
     optim = OptimConfig.model_validate({"name": name, "weight_decay": 0.0, "max_grad_norm": None})
-    optimizer = DistributedOptimizer(data_parallel, mesh_of(rank), optim)
+    optimizer = DistributedOptimizer(parallel_model, mesh_of(rank), optim)
     for _ in range(2):
-        data_parallel.begin_window()
-        data_parallel.begin_microbatch(last=True)
+        parallel_model.begin_window()
+        parallel_model.begin_microbatch(last=True)
         (model.norm + model.weight).sum().backward()
         optimizer.step(0.125)
-    data_parallel.wait()
-    return len(data_parallel.shards()), [*model.norm.tolist(), *model.weight.tolist()]
+    parallel_model.wait()
+    return len(parallel_model.shards()), [*model.norm.tolist(), *model.weight.tolist()]
 
 
 @pytest.mark.parametrize(("name", "expected"), [("sgd", 0.0), ("adamw", 0.75)])
@@ -148,7 +148,7 @@ def decay_case(rank: Runtime, name: str) -> dict[str, float]:
     step = build(rank, model_config(), {}, optim)
     before = {name: main.clone() for name, (_, main) in mains(step).items()}
     # A window without a backward: every gradient is zero.
-    step.optimizer.data_parallel.begin_window()
+    step.optimizer.parallel_model.begin_window()
     assert step.optimizer.step(0.1).applied
     return {name: float((main / before[name]).nanmean()) for name, (_, main) in mains(step).items()}
 

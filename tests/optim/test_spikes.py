@@ -82,7 +82,7 @@ def spike_case(rank: Runtime, parallel: dict[str, Any]) -> tuple[list[bool], flo
     def state() -> list[torch.Tensor]:
         optimizer, spikes = step.optimizer, step.spikes
         assert spikes is not None
-        optimizer.data_parallel.wait()
+        optimizer.parallel_model.wait()
         tensors = [*optimizer.exp_avgs, *optimizer.exp_avg_sqs, optimizer.step_count]
         tensors += [part.main for part in optimizer.slices] + [spikes.values, spikes.count]
         return [

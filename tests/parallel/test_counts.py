@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from olmo_shard.distributed.comm_stats import comm_stats
 from olmo_shard.distributed.runtime import Runtime
-from olmo_shard.distributed.traffic import traffic
 from tests.support.dispatch import TRANSPORTS
 from tests.support.tiny import build, model_config, moe_layer, train
 
@@ -20,9 +20,9 @@ def calls_case(
     """Calls by kind of one step, counted where olmo_shard makes them."""
     step = build(rank, model_config(**(model or {})), parallel, {"name": "adamw"})
     train(step, rank, 1, micro)
-    before = Counter(traffic.calls)
+    before = Counter(comm_stats.calls)
     train(step, rank, 1, micro, start=1)
-    return dict(traffic.calls - before)
+    return dict(comm_stats.calls - before)
 
 
 def backend_calls_case(rank: Runtime, parallel: dict[str, Any], micro: int) -> dict[str, int]:
@@ -123,9 +123,9 @@ def payload_case(rank: Runtime, parallel: dict[str, Any]) -> tuple[int, int, int
         return original(x_TD, topk_idx_TK, weights_TK, layer)
 
     dispatcher.start = start  # type: ignore[method-assign]
-    before = Counter(traffic.bytes)
+    before = Counter(comm_stats.bytes)
     train(step, rank, 1, 4)
-    sent = Counter(traffic.bytes) - before
+    sent = Counter(comm_stats.bytes) - before
     return sent["rows"], sent["metadata"], sum(pairs)
 
 
@@ -150,7 +150,7 @@ def bytes_case(
         for name, p in step.model.named_parameters()
     }
     train(step, rank, 1, micro)
-    return dict(train(step, rank, 1, micro, start=1)[0].traffic.bytes), sizes
+    return dict(train(step, rank, 1, micro, start=1)[0].comm_stats.bytes), sizes
 
 
 @pytest.mark.parametrize("micro", [4, 1])

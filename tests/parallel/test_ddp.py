@@ -13,7 +13,7 @@ from olmo_shard.nn.transformer import Transformer
 from olmo_shard.parallel import flat_space
 from olmo_shard.parallel.apply import parallelize
 from olmo_shard.parallel.ddp import DDPModel
-from olmo_shard.parallel.expert import spread_experts
+from olmo_shard.parallel.expert import shard_experts
 from olmo_shard.parallel.shards import LogicalParameter
 from tests.support.ranks import mesh_of
 from tests.support.tiny import build, meta_model, model_config, train, window_of
@@ -23,9 +23,9 @@ BF16 = {"compute_dtype": "bfloat16", "expert_parallel": 2}
 
 def views_case(rank: Runtime) -> None:
     step = build(rank, model_config(), BF16, {"name": "adamw"})
-    data_parallel = step.optimizer.data_parallel
-    assert isinstance(data_parallel, DDPModel)
-    storages = {space.grads.untyped_storage().data_ptr() for space in data_parallel.spaces}
+    parallel_model = step.optimizer.parallel_model
+    assert isinstance(parallel_model, DDPModel)
+    storages = {space.grads.untyped_storage().data_ptr() for space in parallel_model.spaces}
     train(step, rank, 1, 2, lr=1e-3)
     before = {name: p.grad for name, p in step.model.named_parameters()}
     train(step, rank, 2, 2, lr=1e-3)
@@ -67,7 +67,7 @@ def test_bf16_keeps_fp32_main_weights_and_moments(ranks):
 def replicas_case(rank: Runtime) -> dict[str, list[float]]:
     step = build(rank, model_config(), {"expert_parallel": 2}, {"name": "adamw"})
     train(step, rank, 2, 4, lr=1e-2)
-    step.optimizer.data_parallel.wait()
+    step.optimizer.parallel_model.wait()
     return {name: p.flatten().tolist() for name, p in step.model.named_parameters()}
 
 
@@ -98,19 +98,19 @@ def unused_case(rank: Runtime) -> list[list[Any]]:
     with torch.device("meta"):
         model = TwoHeads()
     config = ParallelConfig()
-    parameters = spread_experts(model, mesh)
+    parameters = shard_experts(model, mesh)
 
     def ones(logical: LogicalParameter) -> torch.Tensor:
         return torch.ones(logical.shape)
 
-    data_parallel = DDPModel(model, mesh, config, parameters, ones)
-    data_parallel.begin_window()
+    parallel_model = DDPModel(model, mesh, config, parameters, ones)
+    parallel_model.begin_window()
     head = model.first if rank.rank == 0 else model.second
     head(torch.full((1, 5), rank.rank + 1.0)).sum().backward()
-    data_parallel.reduce()
+    parallel_model.reduce()
     return [
         [shard.name, *shard.of(part.gradient()).tolist()]
-        for part in data_parallel.slices
+        for part in parallel_model.slices
         for shard in part.shards
     ]
 
@@ -142,9 +142,9 @@ def bytes_case(rank: Runtime, dtype: str, grad_dtype: str) -> tuple[int, int, in
     parallel = {"compute_dtype": dtype, "expert_parallel": 2, "ddp": {"grad_dtype": grad_dtype}}
     step = build(rank, config, parallel, {"name": "adamw"})
     train(step, rank, 1, 4)
-    optimizer, data_parallel = step.optimizer, step.optimizer.data_parallel
-    assert isinstance(data_parallel, DDPModel)
-    tensors = [t for space in data_parallel.spaces for t in (space.weights, space.grads)]
+    optimizer, parallel_model = step.optimizer, step.optimizer.parallel_model
+    assert isinstance(parallel_model, DDPModel)
+    tensors = [t for space in parallel_model.spaces for t in (space.weights, space.grads)]
     tensors += [t for part in optimizer.slices for t in (part.main, part.gradient())]
     tensors += [*optimizer.exp_avgs, *optimizer.exp_avg_sqs]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
@@ -190,8 +190,8 @@ def test_zero_grad_of_the_model_does_not_turn_training_off(ranks):
 def misuse_case(rank: Runtime) -> str:
     """zero_grad inside a window: what was summed so far would be lost without a word."""
     step = build(rank, model_config(), {"expert_parallel": 2}, {"name": "sgd"})
-    data_parallel = step.optimizer.data_parallel
-    data_parallel.begin_window()
+    parallel_model = step.optimizer.parallel_model
+    parallel_model.begin_window()
     for micro_batch in window_of(0, rank.rank, rank.world_size, 4):
         step.model.zero_grad()
         step.model(*micro_batch).loss.backward()

@@ -103,7 +103,7 @@ def late_case(rank: Runtime, parallel: dict[str, Any], late: bool) -> Any:
         train(step, rank, 1, 4, lr=1e-2, start=3)
         found.append({name: w.tolist() for name, w in step.model.state_dict().items()})
         train(step, rank, 1, 4, lr=1e-2, start=4)
-        step.optimizer.data_parallel.wait()
+        step.optimizer.parallel_model.wait()
         found.append({name: p.tolist() for name, p in step.model.named_parameters()})
     finally:
         gather.all_gather_start = original
@@ -126,16 +126,16 @@ def test_whoever_reads_weights_waits_for_them(ranks, parallel):
 
 def hidden_case(rank: Runtime, overlap: bool) -> tuple[int, int, int]:
     """Gathers under way after a step, after a forward, and after ``wait``."""
-    parallel = {"ddp": {"bucket_cap_mb": 0.01, "overlap_gather": overlap}}
+    parallel = {"ddp": {"bucket_cap_mb": 0.01, "overlap_param_gather": overlap}}
     step = build(rank, model_config(), parallel, {"name": "sgd"})
     train(step, rank, 1, 4)
-    under_way = step.optimizer.data_parallel._gather._under_way  # type: ignore[attr-defined]
+    under_way = step.optimizer.parallel_model._gather._under_way  # type: ignore[attr-defined]
     after_step = len(under_way)
     with torch.no_grad():
         step.model(*window_of(1, 0, 1, 4)[0])
     after_forward = len(under_way)
     train(step, rank, 1, 4)
-    step.optimizer.data_parallel.wait()
+    step.optimizer.parallel_model.wait()
     return after_step, after_forward, len(under_way)
 
 

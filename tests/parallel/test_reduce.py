@@ -39,7 +39,7 @@ def options_case(rank: Runtime, ddp: dict[str, Any], parallel: dict[str, Any], m
     return [figures(output) for output in train(step, rank, 5, micro, lr=1e-2)], owned(step)
 
 
-OFF = {"overlap_reduce": False, "overlap_gather": False}
+OFF = {"overlap_grad_reduce": False, "overlap_param_gather": False}
 
 
 @pytest.mark.parametrize(
@@ -63,12 +63,12 @@ def order_case(rank: Runtime, overlap: bool) -> tuple[list[list[str]], int, int,
     """Buckets in the order of their starts, how many of them in backward, most under way."""
     parallel = {
         "expert_parallel": 2,
-        "ddp": {"bucket_cap_mb": SMALL, "overlap_reduce": overlap},
+        "ddp": {"bucket_cap_mb": SMALL, "overlap_grad_reduce": overlap},
     }
     step = build(rank, model_config(), parallel, {"name": "sgd"})
-    data_parallel = step.optimizer.data_parallel
-    assert isinstance(data_parallel, DDPModel)
-    reducer = data_parallel._reducer
+    parallel_model = step.optimizer.parallel_model
+    assert isinstance(parallel_model, DDPModel)
+    reducer = parallel_model._reducer
     names = {id(bucket.grads): list(bucket.names) for bucket in reducer.buckets}
     started: list[list[str]] = []
     most = 0
@@ -82,15 +82,15 @@ def order_case(rank: Runtime, overlap: bool) -> tuple[list[list[str]], int, int,
 
     reduce.reduce_scatter_start = start
     try:
-        data_parallel.begin_window()
+        parallel_model.begin_window()
         window = window_of(0, rank.rank, rank.world_size, 4)
         for index, micro_batch in enumerate(window):
-            data_parallel.begin_microbatch(last=index == len(window) - 1)
+            parallel_model.begin_microbatch(last=index == len(window) - 1)
             step.model(*micro_batch).loss.backward()
             if index < len(window) - 1:
                 assert not started, "a bucket was reduced before the last micro-batch"
         in_backward = len(started)
-        data_parallel.reduce()
+        parallel_model.reduce()
     finally:
         reduce.reduce_scatter_start = original
     return started, in_backward, len(reducer.buckets), most
@@ -124,21 +124,21 @@ class Three(nn.Module):
         self.a, self.b, self.c = (nn.Parameter(torch.empty(3)) for _ in range(3))
 
 
-def summed(data_parallel: DDPModel) -> dict[str, list[float]]:
+def summed(parallel_model: DDPModel) -> dict[str, list[float]]:
     return {
         shard.name: shard.of(part.gradient()).tolist()
-        for part in data_parallel.slices
+        for part in parallel_model.slices
         for shard in part.shards
     }
 
 
 def unused_case(rank: Runtime) -> dict[str, list[float]]:
-    model, data_parallel = small_model(rank, Three())
-    data_parallel.begin_microbatch(last=True)
+    model, parallel_model = small_model(rank, Three())
+    parallel_model.begin_microbatch(last=True)
     used = (model.a, model.c) if rank.rank == 1 else (model.a, model.b, model.c)
     torch.cat(used).sum().backward()
-    data_parallel.reduce()
-    return summed(data_parallel)
+    parallel_model.reduce()
+    return summed(parallel_model)
 
 
 def test_a_parameter_that_a_rank_does_not_use_hangs_nothing(ranks):
@@ -151,14 +151,14 @@ def test_a_parameter_that_a_rank_does_not_use_hangs_nothing(ranks):
 
 def idle_case(rank: Runtime) -> list[float]:
     """Two steps of SGD in which no module's forward waits for any gather."""
-    model, data_parallel = small_model(rank, Three())
+    model, parallel_model = small_model(rank, Three())
     config = OptimConfig(name="sgd", weight_decay=0.0, max_grad_norm=None)
-    optimizer = DistributedOptimizer(data_parallel, mesh_of(rank), config)
+    optimizer = DistributedOptimizer(parallel_model, mesh_of(rank), config)
     for _ in range(2):
-        data_parallel.begin_window()
+        parallel_model.begin_window()
         (model.a + model.b).sum().backward()
         optimizer.step(0.25)
-    data_parallel.wait()
+    parallel_model.wait()
     return [*model.a.tolist(), *model.c.tolist()]
 
 
@@ -190,8 +190,8 @@ class Chain(nn.Module):
 
 def meeting_case(rank: Runtime) -> list[float]:
     """Rank 1 does not use the last parameter, so it starts no bucket before its backward ends."""
-    model, data_parallel = small_model(rank, Chain())
-    data_parallel.begin_microbatch(last=True)
+    model, parallel_model = small_model(rank, Chain())
+    parallel_model.begin_microbatch(last=True)
     x = torch.ones(3)
     for index, parameter in enumerate(model.steps):
         if index == 2:
@@ -199,8 +199,8 @@ def meeting_case(rank: Runtime) -> list[float]:
         if index < 5 or rank.rank != 1:
             x = x + parameter
     x.sum().backward()
-    data_parallel.reduce()
-    return [value for values in summed(data_parallel).values() for value in values]
+    parallel_model.reduce()
+    return [value for values in summed(parallel_model).values() for value in values]
 
 
 def test_backward_does_not_wait_for_a_peer_that_waits_for_it(ranks):
@@ -212,15 +212,15 @@ def given_up_case(rank: Runtime) -> dict[str, list[float]]:
     """A window that is given up after its backward, in which rank 1 started what it could, and rank
     0, too early, only what staging holds; then a whole one.
     """
-    model, data_parallel = small_model(rank, Chain())
+    model, parallel_model = small_model(rank, Chain())
     for factor in (100.0, 1.0):
-        data_parallel.begin_window()
-        data_parallel.begin_microbatch(last=True)
+        parallel_model.begin_window()
+        parallel_model.begin_microbatch(last=True)
         if rank.rank == 1:
             time.sleep(0.5)
         (factor * torch.stack(list(model.steps))).sum().backward()
-    data_parallel.reduce()
-    return summed(data_parallel)
+    parallel_model.reduce()
+    return summed(parallel_model)
 
 
 def test_a_window_may_be_given_up(ranks):
@@ -229,8 +229,8 @@ def test_a_window_may_be_given_up(ranks):
 
 
 def twice_case(rank: Runtime) -> str:
-    model, data_parallel = small_model(rank, Three())
-    data_parallel.begin_microbatch(last=True)
+    model, parallel_model = small_model(rank, Three())
+    parallel_model.begin_microbatch(last=True)
     model.a.sum().backward()
     (model.b + model.c).sum().backward()
     try:
@@ -243,7 +243,7 @@ def twice_case(rank: Runtime) -> str:
 def test_a_gradient_after_its_buckets_reduce_is_an_error(ranks):
     for message in ranks(2).run(twice_case):
         assert message.startswith("a gradient of c came after its bucket was reduced")
-        assert "set parallel.ddp.overlap_reduce to false" in message
+        assert "set parallel.ddp.overlap_grad_reduce to false" in message
 
 
 def types_case(rank: Runtime, ddp: dict[str, Any]) -> list[tuple[list[float], list[str]]]:

@@ -31,7 +31,7 @@ OPTIMS: dict[str, dict[str, Any]] = {"adamw": {"name": "adamw"}, "sgd": {"name":
 
 def by_kernels(step: TrainStep, rank: Runtime) -> None:
     """Put mailboxes that kernels fill in place of those for CPUs."""
-    connection = step.optimizer.data_parallel.connection
+    connection = step.optimizer.parallel_model.connection
     assert connection is not None
     plain = connection.dispatcher
     assert isinstance(plain, RowwiseDispatcher)
@@ -46,7 +46,7 @@ def by_kernels(step: TrainStep, rank: Runtime) -> None:
     for module in step.model.modules():
         if isinstance(module, MoE):
             module.dispatcher = dispatcher
-    step.optimizer.data_parallel.connection = Connection(dispatcher, "by kernels")
+    step.optimizer.parallel_model.connection = Connection(dispatcher, "by kernels")
 
 
 def training_case(
@@ -62,14 +62,14 @@ def training_case(
     with mock.patch.object(adamw, "adamw", wraps=adamw.adamw) as launched:
         outputs = [step(window, lr) for window in windows]
     assert bool(launched.call_count) == (kernels == "triton" and optim == "adamw")
-    traffic = outputs[-1].traffic
-    traffic.settle()
+    comm_stats = outputs[-1].comm_stats
+    comm_stats.resolve_device_counts()
     found = [figures(output) for output in outputs], owned(step)
-    step.optimizer.data_parallel.close()
+    step.optimizer.parallel_model.close()
     return (
         *found,
         outputs[-1].sums.rows_sent_L.tolist(),
-        [traffic.bytes["rows"], traffic.bytes["metadata"]],
+        [comm_stats.bytes["rows"], comm_stats.bytes["metadata"]],
     )
 
 

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from olmo_shard.dispatch.buffer_pool import BufferPool
 from olmo_shard.dispatch.capacity import most_rows
 from olmo_shard.dispatch.collective import CollectiveDispatcher
 from olmo_shard.dispatch.dispatcher import TokenDispatcher
 from olmo_shard.dispatch.heap.shared_memory import SharedMemoryHeap
 from olmo_shard.dispatch.mailbox import Mailbox, MailboxLayout, Region, slot_of
 from olmo_shard.dispatch.rowwise import RowwiseDispatcher
-from olmo_shard.dispatch.warm_buffers import WarmBuffers
 
 TRANSPORTS = ["collective", "rowwise"]
 
@@ -69,6 +69,6 @@ class PoisonedMailbox(Mailbox):
         super().put(write)
 
 
-class PoisonedBuffers(WarmBuffers):
+class PoisonedBuffers(BufferPool):
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return super().empty(shape, dtype).fill_(torch.nan)

@@ -14,7 +14,7 @@ from olmo_shard.nn.transformer import Block, Transformer
 from olmo_shard.optim.sharded import DistributedOptimizer
 from olmo_shard.parallel.apply import parallelize
 from olmo_shard.parallel.ddp import DDPModel
-from olmo_shard.parallel.expert import spread_experts
+from olmo_shard.parallel.expert import shard_experts
 from olmo_shard.parallel.shards import ParameterShard
 from olmo_shard.train.step import StepOutput, TrainStep
 from tests.support.ranks import mesh_of
@@ -100,8 +100,8 @@ def build(
     config = ParallelConfig.model_validate(parallel)
     mesh = mesh_of(rank, config.expert_parallel)
     module = meta_model(model)
-    data_parallel = parallelize(module, mesh, config, seed, max_tokens=SEQUENCES * LENGTH)
-    optimizer = DistributedOptimizer(data_parallel, mesh, OptimConfig.model_validate(optim))
+    parallel_model = parallelize(module, mesh, config, seed, max_tokens=SEQUENCES * LENGTH)
+    optimizer = DistributedOptimizer(parallel_model, mesh, OptimConfig.model_validate(optim))
     return TrainStep(module, optimizer, mesh)
 
 
@@ -109,10 +109,10 @@ def small_model(rank: Runtime, model: Any) -> tuple[Any, DDPModel]:
     """Any module in mode ddp, all weights 1; each parameter is a bucket, and a window has begun."""
     mesh = mesh_of(rank)
     config = ParallelConfig.model_validate({"ddp": {"bucket_cap_mb": 1e-6}})
-    parameters = spread_experts(model, mesh)
-    data_parallel = DDPModel(model, mesh, config, parameters, lambda p: torch.ones(p.shape))
-    data_parallel.begin_window()
-    return model, data_parallel
+    parameters = shard_experts(model, mesh)
+    parallel_model = DDPModel(model, mesh, config, parameters, lambda p: torch.ones(p.shape))
+    parallel_model.begin_window()
+    return model, parallel_model
 
 
 def train(

@@ -17,9 +17,9 @@ from tests.support.tiny import build, model_config, train, window_of
 def lost_case(rank: Runtime) -> list[str]:
     step = build(rank, model_config(), {"expert_parallel": 2}, {"name": "sgd"})
     output = train(step, rank, 1, 4)[0]
-    data_parallel = step.optimizer.data_parallel
-    assert data_parallel.connection is not None
-    data_parallel.check()
+    parallel_model = step.optimizer.parallel_model
+    assert parallel_model.connection is not None
+    parallel_model.check()
 
     def check() -> None:
         raise LostPeerError("rank 1 is missing")
@@ -29,16 +29,16 @@ def lost_case(rank: Runtime) -> list[str]:
 
     said = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data_parallel.connection.dispatcher, "check", check)
+        patch.setattr(parallel_model.connection.dispatcher, "check", check)
         validation: Any = SimpleNamespace(name="some", batches=batches)
         for act in (
             lambda: step.skip_cause(output),
-            lambda: evaluate(data_parallel, [validation], mesh_of(rank, 2)),
+            lambda: evaluate(parallel_model, [validation], mesh_of(rank, 2)),
         ):
             with pytest.raises(LostPeerError) as raised:
                 act()
             said.append(str(raised.value))
-    data_parallel.close()
+    parallel_model.close()
     return said
 
 

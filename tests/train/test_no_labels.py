@@ -37,7 +37,7 @@ def without_labels(window: list[MicroBatch]) -> list[MicroBatch]:
 def whole_state(step: TrainStep) -> list[Tensor]:
     """Copies of all that a step may move: weights, moments, Adam's t, bias, counts, filter."""
     optimizer, spikes = step.optimizer, step.spikes
-    optimizer.data_parallel.wait()
+    optimizer.parallel_model.wait()
     tensors = [*optimizer.exp_avgs, *optimizer.exp_avg_sqs, optimizer.step_count]
     tensors += [part.main for part in optimizer.slices]
     tensors += [*step.model.parameters(), *step.model.buffers()]
@@ -133,8 +133,8 @@ def test_a_run_of_skipped_steps_ends_with_its_summary(
 def evaluate_case(rank: Runtime, folder: str) -> dict[str, float | None]:
     config = config_of_single_tokens(Path(folder) / str(rank.rank))
     mesh = mesh_of(rank)
-    data_parallel = parallelize(meta_model(config.model), mesh, config.parallel, seed=1)
-    return evaluate(data_parallel, open_validation(config), mesh)
+    parallel_model = parallelize(meta_model(config.model), mesh, config.parallel, seed=1)
+    return evaluate(parallel_model, open_validation(config), mesh)
 
 
 def test_a_validation_set_without_a_label_has_no_loss(ranks: Any, tmp_path: Path) -> None:

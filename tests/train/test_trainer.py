@@ -23,9 +23,9 @@ from tests.support.tiny import build, meta_model, model_config, train
 def evaluate_case(rank: Runtime, path: str, overrides: list[str]) -> dict[str, float | None]:
     config = load_config(path, overrides)
     mesh = mesh_of(rank, config.parallel.expert_parallel)
-    data_parallel = parallelize(meta_model(config.model), mesh, config.parallel, seed=1)
-    DistributedOptimizer(data_parallel, mesh, config.optim)
-    return evaluate(data_parallel, open_validation(config), mesh)
+    parallel_model = parallelize(meta_model(config.model), mesh, config.parallel, seed=1)
+    DistributedOptimizer(parallel_model, mesh, config.optim)
+    return evaluate(parallel_model, open_validation(config), mesh)
 
 
 @pytest.mark.parametrize(

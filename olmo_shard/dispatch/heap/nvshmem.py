@@ -33,7 +33,7 @@ from olmo_shard.dispatch.heap.nvshmem_library import (
 from olmo_shard.dispatch.heap.nvshmem_modules import ModuleHook
 from olmo_shard.distributed.agree import on_every_rank, on_first_rank
 from olmo_shard.distributed.collectives import gather_objects
-from olmo_shard.distributed.host_memory import in_units
+from olmo_shard.distributed.host_memory import format_bytes
 from olmo_shard.errors import HeapError
 
 _ALIGNMENT = 128
@@ -146,7 +146,7 @@ class NvshmemHeap(DeviceHeap):
         on_every_rank(self._group, lambda: _check_room(self._device, num_bytes))
 
         def allocate() -> Tensor:
-            with _explained(self._nvshmem, f"allocate {in_units(num_bytes)}"):
+            with _explained(self._nvshmem, f"allocate {format_bytes(num_bytes)}"):
                 memory = self._nvshmem.core.tensor((num_bytes,), dtype=torch.uint8)
                 memory.zero_()
                 torch.cuda.synchronize(self._device)
@@ -216,8 +216,8 @@ def _check_room(device: torch.device, num_bytes: int) -> None:
     free, _ = torch.cuda.mem_get_info(device)
     if num_bytes > free:
         raise refusal(
-            f"NVSHMEM needs {in_units(num_bytes)} on {device}, {in_units(free)} are free: lower "
-            "train.micro_batch_tokens, or set parallel.capacity_factor"
+            f"NVSHMEM needs {format_bytes(num_bytes)} on {device}, {format_bytes(free)} are free: "
+            "lower train.micro_batch_tokens, or set parallel.capacity_factor"
         )
 
 

@@ -90,7 +90,7 @@ class SharedMemoryHeap(SymmetricHeap):
         begun = time.monotonic()
         next_check = begun + _DEATH_CHECK_SECONDS
         pause = _SLEEP_SECONDS[0]
-        while missing := self._missing(flags, value, what):
+        while missing := self._missing_peers(flags, value, what):
             now = time.monotonic()
             if now - begun < _SPIN_SECONDS:
                 os.sched_yield()
@@ -116,7 +116,7 @@ class SharedMemoryHeap(SymmetricHeap):
             each.close()
         self._processes.close()
 
-    def _missing(self, flags: Mapping[int, int], value: int, what: str) -> list[int]:
+    def _missing_peers(self, flags: Mapping[int, int], value: int, what: str) -> list[int]:
         own = self._flags[self.rank]
         missing = []
         for peer, flag in flags.items():
@@ -130,7 +130,7 @@ class SharedMemoryHeap(SymmetricHeap):
     def _check_alive(self, flags: Mapping[int, int], value: int, what: str) -> None:
         dead = self._processes.dead()
         # A peer may have set its flag and then ended as it should: look again.
-        if lost := [peer for peer in self._missing(flags, value, what) if peer in dead]:
+        if lost := [peer for peer in self._missing_peers(flags, value, what) if peer in dead]:
             raise LostPeerError(f"{self._me} lost a peer: {self._named(lost)} ended, {what}")
 
     def _named(self, peers: list[int]) -> str:

@@ -17,7 +17,7 @@ _SLACK = 1.25
 """A buffer keeps at most this many times the memory of its latest tensor."""
 
 
-class WarmBuffers:
+class BufferPool:
     """Buffers of one size, as many as are in use at one time.
 
     Only pages that a tensor covers are resident, and a quarter more: what a larger tensor before it

@@ -11,25 +11,25 @@ from torch import Tensor
 
 
 @dataclass
-class StepTraffic:
+class StepCommStats:
     """What one rank sent and waited for in a stretch of a run, by kind of collective."""
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
     bytes_by_layer: Counter[int] = field(default_factory=Counter)
     """Of what belongs to a layer: its token rows, their metadata and gradients."""
-    _later: list[tuple[str, int, Tensor, int]] = field(default_factory=list)
+    _device_counts: list[tuple[str, int, Tensor, int]] = field(default_factory=list)
     _waits: list[tuple[str, int | None, Callable[[], float]]] = field(default_factory=list)
 
-    def settle(self) -> None:
+    def resolve_device_counts(self) -> None:
         """Count what only the device knew; waits for it. Before bytes are read."""
-        if not self._later:
+        if not self._device_counts:
             return
-        rows = torch.stack([rows for _, _, rows, _ in self._later]).tolist()
-        for (kind, layer, _, row_bytes), num_rows in zip(self._later, rows, strict=True):
+        rows = torch.stack([rows for _, _, rows, _ in self._device_counts]).tolist()
+        for (kind, layer, _, row_bytes), num_rows in zip(self._device_counts, rows, strict=True):
             self.bytes[kind] += num_rows * row_bytes
             self.bytes_by_layer[layer] += num_rows * row_bytes
-        self._later.clear()
+        self._device_counts.clear()
 
     def exposed_seconds(self) -> dict[str, float]:
         """Time that computation stood still for communication.
@@ -49,64 +49,64 @@ class StepTraffic:
                 seconds[layer] = seconds.get(layer, 0.0) + read()
         return seconds
 
-    def add_later(self, kind: str, layer: int, rows: Tensor, row_bytes: int) -> None:
+    def add_device_count(self, kind: str, layer: int, rows: Tensor, row_bytes: int) -> None:
         self.calls[kind] += 1
-        self._later.append((kind, layer, rows, row_bytes))
+        self._device_counts.append((kind, layer, rows, row_bytes))
 
     def add_wait(self, kind: str, layer: int | None, read: Callable[[], float]) -> None:
         self._waits.append((kind, layer, read))
 
 
-class Traffic:
+class CommStats:
     """Totals of this process since it started, and of one stretch of it at a time."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
-        self._stretch: StepTraffic | None = None
+        self._measured: StepCommStats | None = None
 
     def add(self, kind: str, num_bytes: int, layer: int | None = None) -> None:
         """Count a collective, or one part of what it carries."""
-        for counts in (self, self._stretch):
+        for counts in (self, self._measured):
             if counts is not None:
                 counts.calls[kind] += 1
                 counts.bytes[kind] += num_bytes
-        if layer is not None and self._stretch is not None:
-            self._stretch.bytes_by_layer[layer] += num_bytes
+        if layer is not None and self._measured is not None:
+            self._measured.bytes_by_layer[layer] += num_bytes
 
-    def add_later(self, kind: str, rows: Tensor, row_bytes: int, layer: int) -> None:
+    def add_device_count(self, kind: str, rows: Tensor, row_bytes: int, layer: int) -> None:
         """The same of rows that the device has counted; in a stretch alone.
 
         :param rows: integer scalar.
         """
-        if self._stretch is not None:
-            self._stretch.add_later(kind, layer, rows, row_bytes)
+        if self._measured is not None:
+            self._measured.add_device_count(kind, layer, rows, row_bytes)
 
     @contextmanager
-    def stretch(self) -> Iterator[StepTraffic]:
+    def measure(self) -> Iterator[StepCommStats]:
         """Count what happens inside apart, too; only there is waiting timed."""
-        before, self._stretch = self._stretch, StepTraffic()
+        before, self._measured = self._measured, StepCommStats()
         try:
-            yield self._stretch
+            yield self._measured
         finally:
-            self._stretch = before
+            self._measured = before
 
     @contextmanager
     def waiting(self, kind: str, device: torch.device, layer: int | None = None) -> Iterator[None]:
         """Time the wait inside: of this thread on a CPU, of the current stream on CUDA."""
-        if self._stretch is None:
+        if self._measured is None:
             yield
         elif device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             yield
             end.record()
-            self._stretch.add_wait(kind, layer, lambda: _seconds_between(start, end))
+            self._measured.add_wait(kind, layer, lambda: _seconds_between(start, end))
         else:
             begun = time.perf_counter()
             yield
             seconds = time.perf_counter() - begun
-            self._stretch.add_wait(kind, layer, lambda: seconds)
+            self._measured.add_wait(kind, layer, lambda: seconds)
 
 
 def _seconds_between(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
@@ -114,5 +114,5 @@ def _seconds_between(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
     return start.elapsed_time(end) / 1000
 
 
-traffic = Traffic()
+comm_stats = CommStats()
 """Of this process."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from olmo_shard.dispatch.warm_buffers import WarmBuffers
+from olmo_shard.dispatch.buffer_pool import BufferPool
 
 MIB = 2**20
 
@@ -15,7 +15,7 @@ def resident() -> int:
 
 
 def test_memory_comes_back_once_nothing_refers_to_it():
-    buffers = WarmBuffers(1000)
+    buffers = BufferPool(1000)
     first = buffers.empty((3, 5), torch.float32)
     first.fill_(1)
     second = buffers.empty((4,), torch.int64)
@@ -31,7 +31,7 @@ def test_memory_comes_back_once_nothing_refers_to_it():
 
 
 def test_what_backward_keeps_is_in_use():
-    buffers = WarmBuffers(1000)
+    buffers = BufferPool(1000)
     weight = torch.ones(5, requires_grad=True)
     rows = buffers.empty((3, 5), torch.float32)
     rows.fill_(2)
@@ -45,14 +45,14 @@ def test_what_backward_keeps_is_in_use():
 
 
 def test_no_elements():
-    buffers = WarmBuffers(0)
+    buffers = BufferPool(0)
     assert buffers.empty((0, 5), torch.float32).shape == (0, 5)
-    assert WarmBuffers(1000).empty((0, 5), torch.bfloat16).shape == (0, 5)
+    assert BufferPool(1000).empty((0, 5), torch.bfloat16).shape == (0, 5)
 
 
 def test_a_buffer_does_not_keep_what_its_largest_tensor_had():
     """Eight layers, one of them hot, in each step another one: 64 MiB, and 1 MiB for the others."""
-    buffers = WarmBuffers(64 * MIB)
+    buffers = BufferPool(64 * MIB)
     before = resident()
     for step in range(16):
         sizes = [64 if layer == step % 8 else 1 for layer in range(8)]
@@ -62,6 +62,6 @@ def test_a_buffer_does_not_keep_what_its_largest_tensor_had():
 
 
 def test_a_child_process_writes_into_its_own_copy():
-    memory = WarmBuffers(10)
+    memory = BufferPool(10)
     memory.empty((3,), torch.uint8)
     assert "/dev/zero" not in Path("/proc/self/maps").read_text(), "anonymous memory is private"

@@ -1,4 +1,4 @@
-"""Things that all ranks must see alike."""
+"""Run an action on one rank or on all ranks, and make every rank see the same result or error."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,7 +12,11 @@ T = TypeVar("T")
 
 
 def on_every_rank(group: dist.ProcessGroup, action: Callable[[], T]) -> T:
-    """Run ``action`` on all ranks; if it fails on some, every rank raises the first one's error."""
+    """Run ``action`` on every rank of the group; return this rank's result. Collective.
+
+    :raises OlmoShardError: on every rank, if the action fails on some: the error of the lowest such
+        rank, with that rank's number.
+    """
     result: Any = None
     problem: OlmoShardError | None = None
     try:
@@ -27,10 +31,12 @@ def on_every_rank(group: dist.ProcessGroup, action: Callable[[], T]) -> T:
 
 
 def on_first_rank(group: dist.ProcessGroup, action: Callable[[], T]) -> T:
-    """Run ``action`` on the group's first rank; every rank gets its result, or raises its error.
+    """Run ``action`` on the group's first rank; return its result on every rank. Collective.
 
-    Ranks that ask a file system each for itself may get different answers, and then wait for each
-    other in different collectives.
+    Use it for questions to a file system: ranks that ask separately may get different answers, and
+    then wait for each other in different collectives.
+
+    :raises OlmoShardError: on every rank, if the action fails.
     """
     outcome: Any = None
     if group.rank() == 0:

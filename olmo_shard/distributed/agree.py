@@ -23,6 +23,7 @@ def on_every_rank(group: dist.ProcessGroup, action: Callable[[], T]) -> T:
         result = action()
     except OlmoShardError as error:
         problem = error
+    # All ranks exchange their errors, also those that succeeded: they must raise, too.
     for rank, other in enumerate(collectives.gather_objects(problem, group)):
         if other is not None:
             named = f"rank {dist.get_global_rank(group, rank)}: {other}"
@@ -44,6 +45,7 @@ def on_first_rank(group: dist.ProcessGroup, action: Callable[[], T]) -> T:
             outcome = action()
         except OlmoShardError as error:
             outcome = error
+    # An error travels as the result does, so no rank waits for one that has raised.
     outcome = collectives.broadcast_object(outcome, group)
     if isinstance(outcome, OlmoShardError):
         raise outcome

@@ -68,7 +68,7 @@ def reduce_scatter_start(
     if flat.is_cuda and outgoing.dtype == output.dtype:
         work = _reduce_scatter_into(output, outgoing, group=group, async_op=True)
         return Work(kind, flat.device, work, group=group)
-    # The wire type differs, or the backend is gloo: exchange the slices, then sum them here.
+    # The wire type differs, or the backend is gloo: exchange the slices, and sum them in `wait`.
     parts = list(outgoing.view(group.size(), -1))
     if flat.is_cuda:
         received = torch.empty_like(outgoing)
@@ -96,6 +96,7 @@ def all_gather_start(flat: Tensor, own: Tensor, group: dist.ProcessGroup, *, kin
         work = _all_gather_into(flat, own, group=group, async_op=True)
         return Work(kind, flat.device, work, group=group)
     slices = list(flat.view(group.size(), -1))
+    # Sends and receives go between ranks only; this rank's part is a local copy, if any.
     if slices[group.rank()].data_ptr() != own.data_ptr():
         slices[group.rank()].copy_(own)
     work = _exchange([own] * group.size(), slices, group)
@@ -198,6 +199,7 @@ def _watched(
     """Report the wait inside if it takes long. The senders are all ranks, or the first alone."""
 
     def awaited() -> list[int]:
+        """The senders' ranks in the world."""
         ranks = dist.get_process_group_ranks(group)
         return ranks[:1] if first_rank_only and group.rank() else ranks
 

@@ -53,6 +53,7 @@ def first_cause(failures: list[Failure], ended_well: Sequence[int] = ()) -> Fail
     first = min(failures, key=lambda failure: (is_lost_peer(failure.message), failure.when))
     if not ended_well or not is_lost_peer(first.message):
         return first
+    # Every rank that failed lost a peer, and no peer failed by itself: one left without an error.
     message = (
         f"left in the middle of the run with exit code 0; rank {first.rank} says: {first.message}"
     )

@@ -46,6 +46,7 @@ def _left_in_control_groups() -> list[int]:
     """Bytes left in each limited control group of this process and in each group around it."""
     left_in_groups: list[int] = []
     for line in _CGROUP.read_text(encoding="utf-8").splitlines():
+        # `0::/path` in version 2; `4:memory:/path`, one line per controller, in version 1.
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
@@ -68,5 +69,6 @@ def _left(group: Path, controller: _Controller) -> int | None:
         return None
     if limit == "max":
         return None
+    # The kernel drops cached file pages when memory is short, so they count as free.
     values = dict(line.split() for line in stat.splitlines())
     return max(0, int(limit) - used + int(values.get(controller.reclaimable, 0)))

@@ -8,7 +8,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from olmo_shard.distributed.failure import ERROR_FILE, first_cause, is_lost_peer, read_failure
+from olmo_shard.distributed.failure import (
+    ERROR_FILE,
+    Failure,
+    first_cause,
+    is_lost_peer,
+    read_failure,
+)
 
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 5.0
@@ -50,8 +56,14 @@ def launch_local(arguments: list[str], nproc: int) -> int:
         failures = [
             read_failure(error_files[rank], rank, code) for rank, code in codes.items() if code
         ]
-    if not failures:
-        return 0
+    return _report(failures, codes, nproc) if failures else 0
+
+
+def _report(failures: list[Failure], codes: dict[int, int], nproc: int) -> int:
+    """Print the first cause, and the ranks that gave no answer; return the exit code.
+
+    :param codes: exit codes of the ranks that ended by themselves.
+    """
     # Ranks that share one mistake, such as a wrong config, all fail with one message.
     first = first_cause(failures, [rank for rank, code in codes.items() if code == 0])
     all_equal = len(failures) == nproc and len({failure.message for failure in failures}) == 1
@@ -66,6 +78,7 @@ def launch_local(arguments: list[str], nproc: int) -> int:
 def _start(
     arguments: list[str], rank: int, nproc: int, port: int, error_file: Path
 ) -> subprocess.Popen[bytes]:
+    # The variables of torchrun, which the rank reads as it would under torchrun.
     environ = os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -83,6 +96,7 @@ def _start(
 def _watch(ranks: list[subprocess.Popen[bytes]]) -> dict[int, int]:
     """Wait until all ranks end well or one fails; return the exit codes of those that ended."""
     while True:
+        # Exit code 0 of some ranks is no failure: the others may still be at the end of the run.
         codes = _ended(ranks)
         if any(codes.values()):
             time.sleep(_SETTLE_SECONDS)

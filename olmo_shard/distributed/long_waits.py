@@ -138,6 +138,7 @@ class LongWaits:
             self._ask(lambda store: store.set(self._keys[self._rank], "waits" if waits else ""))
 
     def _report(self, wait: _Wait, ranks: list[int], seconds: float) -> None:
+        # Without the store's answer every awaited rank is a suspect, and this rank prints.
         values = self._ask(lambda store: store.multi_get(self._keys)) or []
         waiting = {rank for rank, value in enumerate(values) if value} | {self._rank}
         others = [rank for rank in ranks if rank != self._rank]
@@ -164,6 +165,7 @@ class LongWaits:
             return None
 
         def ask() -> None:
+            """Put the answer in ``answers``, if there is one."""
             try:
                 answers.append(request(store))
             except RuntimeError:  # the store's server has ended
@@ -172,6 +174,7 @@ class LongWaits:
         thread = Thread(target=ask, name="long waits: store", daemon=True)
         thread.start()
         thread.join(_STORE_SECONDS)
+        # A request that is still open may never return: make no other one.
         if thread.is_alive():
             self._store = None
         return answers[0] if answers else None

@@ -38,6 +38,7 @@ def rank_files(run_dir: Path, mesh: Mesh) -> Iterator[None]:
         header = f"{start}, process {os.getpid()} on {socket.gethostname()}, {mesh.device}"
 
         def opened(folder: str, ending: str) -> TextIO:
+            """Open this rank's file in a folder of the run, and write the header."""
             file = stack.enter_context(_opened(run_dir / folder / f"rank-{rank}.{ending}"))
             print(header, file=file, flush=True)
             return file
@@ -49,6 +50,7 @@ def rank_files(run_dir: Path, mesh: Mesh) -> Iterator[None]:
         faulthandler.register(signal.SIGUSR2, file=stacks)
         # Callbacks run in reverse order, so the signal goes to stderr before the file is closed.
         stack.callback(faulthandler.register, signal.SIGUSR2, file=_STDERR)
+        # On rank 0 the console is the log.
         if log is not None:
             stack.enter_context(redirect_stdout(log))
             long_waits.log = log

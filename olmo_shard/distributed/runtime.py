@@ -63,10 +63,9 @@ def runtime(
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     with _reported_waits(info, timeout):
         # 2. Meet the peers at the store, and compare how each of them was started.
-        everyone = range(info.world_size)
-        with long_waits.watch("start of the other ranks", lambda: everyone):
+        kinds = {"configs": config or {}, "versions": versions()}
+        with long_waits.watch("start of the other ranks", lambda: range(info.world_size)):
             store = _store(info, timeout, served)
-            kinds = {"configs": config or {}, "versions": versions()}
             check_consistent_start(store, info.rank, info.world_size, kinds)
             local_rank, local_world_size = _local_place(info, store)
 
@@ -75,9 +74,10 @@ def runtime(
         threads = run.threads or max(1, available_cores() // local_world_size)
         torch.set_num_threads(threads)
         backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
-        dist.init_process_group(
-            backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout
-        )
+        with long_waits.watch("set-up of process groups", lambda: range(info.world_size)):
+            dist.init_process_group(
+                backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout
+            )
         try:
             yield Runtime(
                 rank=info.rank,

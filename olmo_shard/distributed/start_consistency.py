@@ -61,6 +61,7 @@ def check_consistent_start(
         if difference:
             number = store.add(_DIFFERENCES, 1)
             store.set(f"{_DIFFERENCES}/{number}", json.dumps([rank, difference]))
+    # All ranks have compared by the time the last one is counted.
     if store.add(_COUNT, 1) == world_size:
         store.set(_VERDICT, _verdict(store))
     verdict = store.get(_VERDICT).decode()

@@ -17,8 +17,15 @@ from olmo_shard.distributed.long_waits import long_waits
 
 
 class _Waitable(Protocol):
-    def wait(self) -> object: ...
-    def is_completed(self) -> bool: ...
+    """What ``Work`` needs of a backend's handle."""
+
+    def wait(self) -> object:
+        """Complete, or make the current stream wait."""
+        ...
+
+    def is_completed(self) -> bool:
+        """Return whether ``wait`` would not block the host."""
+        ...
 
 
 class Work:
@@ -71,6 +78,7 @@ class Work:
         _outstanding.discard(self)
         if work is None:
             return
+        # On CUDA `wait` only queues an event, so a report of a long wait never comes from here.
         layer = "" if self.layer is None else f", layer {self.layer}"
         with long_waits.watch(f"{self.kind}{layer}", self._ranks):
             work.wait()
@@ -123,6 +131,7 @@ class _StreamEvent:
     done: torch.Event
 
     def wait(self) -> None:
+        """Make the current stream wait for the event."""
         torch.cuda.current_stream().wait_event(self.done)
 
     def is_completed(self) -> bool:

@@ -89,6 +89,7 @@ class SharedMemoryHeap(SymmetricHeap):
 
     def wait(self, flags: Mapping[int, int], value: int, what: str) -> None:
         def awaited() -> list[int]:
+            """The missing peers, as ranks in the world."""
             missing = self._missing_peers(flags, value, what)
             return [self._global_ranks[peer] for peer in missing]
 

@@ -40,8 +40,8 @@ from olmo_shard.kernels.row_moves import (
 )
 
 PROGRAMS = 512
-"""Largest number of programs: about four per multiprocessor of an H100. At D = 2048 in bf16 they keep
-2 MiB of rows in flight, more than NVLink moves in the microsecond of two dependent loads."""
+"""Largest number of programs: about four per multiprocessor of an H100. At D = 2048 in bf16 they
+keep 2 MiB of rows in flight, more than NVLink moves in the microsecond of two dependent loads."""
 
 
 @triton.jit

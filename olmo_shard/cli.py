@@ -1,5 +1,6 @@
 """The command line. Nothing heavy is imported until a command runs."""
 
+import faulthandler
 import signal
 import sys
 from pathlib import Path
@@ -118,7 +119,7 @@ def train(
                 f"{info.rank} of {info.world_size}: drop --nproc, or unset RANK and WORLD_SIZE "
                 "(under srun: SLURM_STEP_NUM_TASKS)"
             )
-        for note in info.notes:
+        for note in info.notes if info.rank == 0 else ():
             print(note)
         _run_rank(loaded, info)
         return
@@ -180,7 +181,11 @@ def _version(
 
 
 def main() -> None:
-    """Run a command; a user's mistake ends in one message and exit code 2, no traceback."""
+    """Run a command; a user's mistake ends in one message and exit code 2, no traceback.
+
+    SIGUSR2 prints the stacks of all threads; see ``distributed.rank_files``.
+    """
+    faulthandler.register(signal.SIGUSR2, file=2)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         app()

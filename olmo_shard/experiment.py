@@ -12,6 +12,7 @@ from olmo_shard.data.loader import DataLoader
 from olmo_shard.data.validation import open_validation
 from olmo_shard.distributed.environment import RankInfo
 from olmo_shard.distributed.mesh import build_mesh
+from olmo_shard.distributed.rank_files import rank_files
 from olmo_shard.distributed.runtime import Runtime, runtime
 from olmo_shard.nn.flops import parameter_counts
 from olmo_shard.nn.transformer import Transformer
@@ -45,7 +46,7 @@ def run(config: Config, info: RankInfo | None = None, *, scanned: bool = False) 
         mesh = build_mesh(here, config.parallel.expert_parallel)
         check_inputs(config, mesh, scanned=scanned)
         check_same_data(config, mesh.control)
-        with opened_run(config, mesh):
+        with opened_run(config, mesh), rank_files(Path(config.run.dir), mesh):
             loader = DataLoader(config, here.rank, here.world_size)
             validation = open_validation(config)
 

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-IGNORE_INDEX = -100
-"""Label of a token that is not trained on."""
+from olmo_shard.data.labels import IGNORE_INDEX
 
 
 class HeadLosses(NamedTuple):

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from olmo_shard.config import ModelConfig
+from olmo_shard.data.labels import IGNORE_INDEX
 from olmo_shard.nn.attention import Attention, AttentionInputs
 from olmo_shard.nn.feed_forward import FeedForward
-from olmo_shard.nn.losses import IGNORE_INDEX, head_losses
+from olmo_shard.nn.losses import head_losses
 from olmo_shard.nn.moe import MoE, MoEStats
 from olmo_shard.nn.norm import RMSNorm
 from olmo_shard.nn.rope import rope_table

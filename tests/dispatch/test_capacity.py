@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from olmo_shard.data.labels import IGNORE_INDEX
 from olmo_shard.dispatch.capacity import keep_within_capacity, most_rows
 from olmo_shard.dispatch.local import LocalDispatcher
 from olmo_shard.dispatch.plan import make_plan
-from olmo_shard.nn.losses import IGNORE_INDEX
 from olmo_shard.nn.moe import MoE
 from tests.support.close import close
 from tests.support.scales import moe_scale

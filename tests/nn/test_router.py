@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from olmo_shard.nn.losses import IGNORE_INDEX
+from olmo_shard.data.labels import IGNORE_INDEX
 from olmo_shard.nn.router import Router, RouterStats, Routing, update_after_step
 from tests.support.close import close, products
 from tests.support.tiny import model_config

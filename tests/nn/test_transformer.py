@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from olmo_shard.config import ModelConfig
+from olmo_shard.data.labels import IGNORE_INDEX
 from olmo_shard.nn.flops import flops_per_token, parameter_counts
 from olmo_shard.nn.init import initial_tensor
-from olmo_shard.nn.losses import IGNORE_INDEX
 from olmo_shard.nn.recompute import checkpointed, decide_once
 from olmo_shard.nn.transformer import ModelOutput, Transformer
 from tests.support.close import close, same_figures

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from olmo_shard.config import ModelConfig, OptimConfig, ParallelConfig
+from olmo_shard.data.labels import IGNORE_INDEX
 from olmo_shard.data.loader import MicroBatch
 from olmo_shard.distributed.runtime import Runtime
-from olmo_shard.nn.losses import IGNORE_INDEX
 from olmo_shard.nn.moe import MoE
 from olmo_shard.nn.transformer import Block, Transformer
 from olmo_shard.optim.sharded import DistributedOptimizer

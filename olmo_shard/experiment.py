@@ -3,7 +3,6 @@
 import statistics
 from pathlib import Path
 
-import torch
 from rich.console import Console as RichConsole
 
 from olmo_shard.config import Config, dump_yaml, flatten
@@ -13,8 +12,8 @@ from olmo_shard.data.validation import open_validation
 from olmo_shard.distributed.environment import RankInfo
 from olmo_shard.distributed.mesh import build_mesh
 from olmo_shard.distributed.runtime import Runtime, runtime
+from olmo_shard.nn.families import meta_model
 from olmo_shard.nn.flops import parameter_counts
-from olmo_shard.nn.transformer import Transformer
 from olmo_shard.optim.schedule import describe_schedule
 from olmo_shard.optim.sharded import DistributedOptimizer
 from olmo_shard.optim.spikes import SpikeFilter
@@ -49,8 +48,7 @@ def run(config: Config, info: RankInfo | None = None, *, scanned: bool = False) 
             loader = DataLoader(config, here.rank, here.world_size)
             validation = open_validation(config)
 
-            with torch.device("meta"):
-                model = Transformer(config.model)
+            model = meta_model(config.model)
             parallel_model = parallelize(
                 model, mesh, config.parallel, config.run.seed, config.train.micro_batch_tokens
             )

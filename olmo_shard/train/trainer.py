@@ -47,7 +47,13 @@ class Trainer:
         self.optimizer = train_step.optimizer
         self.checkpointer = Checkpointer(self.optimizer)
         self.state = TrainState()
-        self.meter = StepMeter(config, mesh.device, mesh.world_size)
+        self.meter = StepMeter(
+            config.model,
+            config.parallel,
+            config.data.sequence_length,
+            mesh.device,
+            mesh.world_size,
+        )
         self.run_dir = Path(config.run.dir)
         self.resumed_from: Path | None = None
         self._pending: PendingStep | None = None

@@ -27,7 +27,7 @@ from olmo_shard.train.callbacks.jsonl import JsonLines
 from olmo_shard.train.callbacks.loss_curve import LossCurve
 from olmo_shard.train.callbacks.wandb import WandB
 from olmo_shard.train.precision import describe_precision
-from olmo_shard.train.records import CONFIG_FILE, FILE, Record, read_records
+from olmo_shard.train.records import CONFIG_FILE, METRICS_FILE, Record, read_records
 from olmo_shard.train.start import check_inputs, check_same_data, opened_run, start_from
 from olmo_shard.train.step import TrainStep
 from olmo_shard.train.trainer import Trainer
@@ -98,7 +98,7 @@ def _describe(trainer: Trainer, here: Runtime, parallel_model: ParallelModel) ->
 
 def _outcome(config: Config) -> list[tuple[str, str]]:
     """What the run came to, from its own record."""
-    records = read_records(Path(config.run.dir) / FILE)
+    records = read_records(Path(config.run.dir) / METRICS_FILE)
     first, last = records[0], records[-1]
     rate = statistics.median(record["tokens_per_second"] for record in records)
     return [

@@ -3,7 +3,6 @@
 import statistics
 from pathlib import Path
 
-import torch
 from rich.console import Console as RichConsole
 
 from olmo_shard.config import Config, dump_yaml, flatten
@@ -14,8 +13,8 @@ from olmo_shard.distributed.environment import RankInfo
 from olmo_shard.distributed.mesh import build_mesh
 from olmo_shard.distributed.rank_files import rank_files
 from olmo_shard.distributed.runtime import Runtime, runtime
+from olmo_shard.nn.families import meta_model
 from olmo_shard.nn.flops import parameter_counts
-from olmo_shard.nn.transformer import Transformer
 from olmo_shard.optim.schedule import describe_schedule
 from olmo_shard.optim.sharded import DistributedOptimizer
 from olmo_shard.optim.spikes import SpikeFilter
@@ -29,7 +28,7 @@ from olmo_shard.train.callbacks.jsonl import JsonLines
 from olmo_shard.train.callbacks.loss_curve import LossCurve
 from olmo_shard.train.callbacks.wandb import WandB
 from olmo_shard.train.precision import describe_precision
-from olmo_shard.train.records import CONFIG_FILE, FILE, Record, read_records
+from olmo_shard.train.records import CONFIG_FILE, METRICS_FILE, Record, read_records
 from olmo_shard.train.start import check_inputs, check_same_data, opened_run, start_from
 from olmo_shard.train.step import TrainStep
 from olmo_shard.train.trainer import Trainer
@@ -50,8 +49,7 @@ def run(config: Config, info: RankInfo | None = None, *, scanned: bool = False) 
             loader = DataLoader(config, here.rank, here.world_size)
             validation = open_validation(config)
 
-            with torch.device("meta"):
-                model = Transformer(config.model)
+            model = meta_model(config.model)
             parallel_model = parallelize(
                 model, mesh, config.parallel, config.run.seed, config.train.micro_batch_tokens
             )
@@ -101,7 +99,7 @@ def _describe(trainer: Trainer, here: Runtime, parallel_model: ParallelModel) ->
 
 def _outcome(config: Config) -> list[tuple[str, str]]:
     """What the run came to, from its own record."""
-    records = read_records(Path(config.run.dir) / FILE)
+    records = read_records(Path(config.run.dir) / METRICS_FILE)
     first, last = records[0], records[-1]
     rate = statistics.median(record["tokens_per_second"] for record in records)
     return [

@@ -111,7 +111,7 @@ def test_prepare_check_train_on_two_ranks_then_resume_twice(tmp_path, main):
         (6, 2, 2),
         (10, 2, 2),
     ]
-    assert resumes[1]["reason"] == "the start before reached its end, step 10"
+    assert resumes[1]["reason"] == "the previous start reached its end, step 10"
     assert resumes[1]["checkpoint"].endswith("step-00000010")
 
     segments = sorted(str(path) for path in (run / "wandb").glob("offline-run-*"))

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ORDER = [
-    "errors", "config", "distributed", "kernels", "dispatch", "nn", "parallel", "optim", "data",
+    "errors", "config", "data", "distributed", "kernels", "dispatch", "nn", "parallel", "optim",
     "train", "experiment", "tools", "cli",
 ]  # fmt: skip
 

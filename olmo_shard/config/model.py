@@ -2,9 +2,15 @@
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from olmo_shard.config.base import Section
+
+MODEL_FAMILIES = {"transformer": "olmo_shard.nn.transformer:Transformer"}
+"""Import path of each model family's class. Paths, since the config imports no torch."""
+
+ATTENTIONS = {"grouped_query": "olmo_shard.nn.attention:Attention"}
+"""Import path of each attention's class."""
 
 
 class RouterConfig(Section):
@@ -50,12 +56,16 @@ class MoEConfig(Section):
 
 
 class ModelConfig(Section):
+    family: str = "transformer"
+    """Kind of model: a name in ``MODEL_FAMILIES``."""
     vocab_size: int = Field(gt=1, le=2**32)
     """Rows of the embedding; must cover the ids of the data."""
     d_model: int = Field(gt=0)
     """Width of the residual stream."""
     n_layers: int = Field(gt=0)
     """Transformer blocks."""
+    attention: str = "grouped_query"
+    """Kind of attention: a name in ``ATTENTIONS``."""
     n_heads: int = Field(gt=0)
     """Query heads."""
     n_kv_heads: int | None = Field(default=None, gt=0)
@@ -83,6 +93,14 @@ class ModelConfig(Section):
     """Tokens whose FP32 logits exist at one time."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights."""
+
+    @field_validator("family", "attention")
+    @classmethod
+    def _is_registered(cls, name: str, info: ValidationInfo) -> str:
+        known = MODEL_FAMILIES if info.field_name == "family" else ATTENTIONS
+        if name not in known:
+            raise ValueError(f"{name!r} is none of {', '.join(known)}")
+        return name
 
     @property
     def kv_heads(self) -> int:

@@ -17,9 +17,9 @@ from torch import Tensor
 from olmo_shard.config import Config
 from olmo_shard.data.budget import total_steps
 from olmo_shard.data.identity import SourceIdentity, difference
+from olmo_shard.data.labels import IGNORE_INDEX
 from olmo_shard.data.source import open_sources, source_seed
 from olmo_shard.errors import CheckpointError
-from olmo_shard.nn.losses import IGNORE_INDEX
 
 
 class MicroBatch(NamedTuple):

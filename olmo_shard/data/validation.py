@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from olmo_shard.config import Config
+from olmo_shard.data.labels import IGNORE_INDEX
 from olmo_shard.data.loader import MicroBatch, make_microbatch
 from olmo_shard.data.source import SequenceSource, open_sources
-from olmo_shard.nn.losses import IGNORE_INDEX
 
 
 class ValidationSet:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from olmo_shard.dispatch.dispatcher import DispatchedRows
 from olmo_shard.kernels.backend import Backend
 from olmo_shard.kernels.grouped_mlp import MainGrads
+from olmo_shard.nn.readers import ParameterReaders
 
 
 class RoutedExperts(nn.Module):
@@ -13,6 +14,8 @@ class RoutedExperts(nn.Module):
 
     Built with all experts; expert parallelism keeps a slice of the first dimension.
     """
+
+    residual_outputs = ("w_down",)
 
     def __init__(self, num_experts: int, d_model: int, hidden: int) -> None:
         super().__init__()
@@ -29,6 +32,10 @@ class RoutedExperts(nn.Module):
         :param rows: what a dispatcher hands over; how they get through the experts is theirs.
         """
         return rows.through(self.w_gate_up, self.w_down, self._main_grads(), self.backend)
+
+    def parameter_readers(self) -> ParameterReaders:
+        """The experts read their own stacked weights."""
+        return [(self, self.parameters())]
 
     def _main_grads(self) -> MainGrads | None:
         gate_up, down = self.w_gate_up, self.w_down

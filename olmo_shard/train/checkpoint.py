@@ -18,7 +18,7 @@ from olmo_shard.data.loader import LoaderState
 from olmo_shard.distributed import collectives
 from olmo_shard.distributed.agree import on_first_rank
 from olmo_shard.errors import CheckpointError, TrainingError
-from olmo_shard.nn.transformer import Transformer
+from olmo_shard.nn.protocol import LanguageModel
 from olmo_shard.optim.sharded import DistributedOptimizer
 from olmo_shard.train import checkpoint_folder as folders
 from olmo_shard.train.checkpoint_fit import check_same_model, first_few, saved_keys
@@ -35,7 +35,7 @@ class Checkpointer:
     def __init__(self, optimizer: DistributedOptimizer) -> None:
         self.optimizer = optimizer
         model = optimizer.parallel_model.model
-        assert isinstance(model, Transformer)
+        assert isinstance(model, LanguageModel)
         self.model = model
         self.control = optimizer.mesh.control
         self._shapes = self._logical_shapes()

@@ -23,7 +23,10 @@ _FREE = {
 
 def check_same_model(path: Path, saved: dict[str, Any], config: ModelConfig) -> None:
     """:raises CheckpointError: naming fields whose change would give weights another meaning."""
-    before, now = flatten(saved), flatten(config.model_dump())
+    # A field that is missing in the checkpoint did not exist then, and has its default.
+    fields = ModelConfig.model_fields.items()
+    defaults = {name: field.default for name, field in fields if not field.is_required()}
+    before, now = flatten(defaults | saved), flatten(config.model_dump())
     changed = [
         f"model.{name} = {now.get(name)!r} instead of {before.get(name)!r}"
         for name in sorted(before.keys() | now.keys())

@@ -13,20 +13,20 @@ from olmo_shard.train.records import (
     EVENTS_FILE,
     EXPERTS_FILE,
     EXPERTS_PICTURE,
-    FILE,
-    PICTURE,
+    LOSS_PICTURE,
+    METRICS_FILE,
 )
 from olmo_shard.train.rewind import STEP_FILES, replaced_file
 
 _FIRST = (
     CONFIG_FILE,
-    PICTURE,
+    LOSS_PICTURE,
     EXPERTS_PICTURE,
     EXPERTS_FILE,
     EVENTS_FILE,
     *(replaced_file(Path(name)).name for name in STEP_FILES),
 )
-_LAST = (EVAL_FILE, FILE)
+_LAST = (EVAL_FILE, METRICS_FILE)
 """What shows that the folder has records. Moved last, so that a move cut short is done again."""
 
 

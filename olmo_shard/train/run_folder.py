@@ -12,7 +12,13 @@ from olmo_shard.data.loader import DataLoader
 from olmo_shard.errors import CheckpointError, ConfigurationError, NothingLeftError
 from olmo_shard.train.checkpoint_fit import check_same_model, first_few
 from olmo_shard.train.checkpoint_folder import complete_checkpoints, leftovers, read_state
-from olmo_shard.train.records import EVAL_FILE, EVENTS_FILE, EXPERTS_FILE, FILE, read_records
+from olmo_shard.train.records import (
+    EVAL_FILE,
+    EVENTS_FILE,
+    EXPERTS_FILE,
+    METRICS_FILE,
+    read_records,
+)
 
 _LOCK = ".lock"
 
@@ -92,7 +98,7 @@ def open_run(config: Config) -> Iterator[None]:
     :raises ConfigurationError: where it cannot be written, or another job is using it.
     """
     run_dir = Path(config.run.dir)
-    for name in (FILE, EVAL_FILE, EXPERTS_FILE, EVENTS_FILE):
+    for name in (METRICS_FILE, EVAL_FILE, EXPERTS_FILE, EVENTS_FILE):
         read_records(run_dir / name)
     with ExitStack() as stack:
         try:

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from olmo_shard.config import Config, DataSource
+from olmo_shard.data.labels import IGNORE_INDEX
 from olmo_shard.data.loader import DataLoader, make_microbatch
 from olmo_shard.data.validation import open_validation
 from olmo_shard.errors import CheckpointError
-from olmo_shard.nn.losses import IGNORE_INDEX
 from tests.support.configs import config_at, write_tokens
 
 

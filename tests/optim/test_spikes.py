@@ -91,7 +91,7 @@ def spike_case(rank: Runtime, parallel: dict[str, Any]) -> tuple[list[bool], flo
 
     before = state()
     factor = 64 if rank.rank == 1 else 1
-    handle = step.model.norm.register_forward_hook(lambda *args: factor * args[2])
+    handle = step.model.get_submodule("norm").register_forward_hook(lambda *args: factor * args[2])
     spiked = step(window_of(20, rank.rank, rank.world_size, 4), 1e-3)
     handle.remove()
     cause = step.skip_cause(spiked)

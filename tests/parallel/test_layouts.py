@@ -151,7 +151,7 @@ def capacity_case(
     step = build(rank, model_config(), parallel, SGD)
     outputs = train(step, rank, 6, 4)
     return [figures(output) for output in outputs], [
-        float(output.sums.dropped_L.sum()) for output in outputs
+        float(output.sums.layers["dropped"].sum()) for output in outputs
     ]
 
 

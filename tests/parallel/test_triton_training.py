@@ -68,7 +68,7 @@ def training_case(
     step.optimizer.parallel_model.close()
     return (
         *found,
-        outputs[-1].sums.rows_sent_L.tolist(),
+        outputs[-1].sums.layers["rows_sent"].tolist(),
         [comm_stats.bytes["rows"], comm_stats.bytes["metadata"]],
     )
 

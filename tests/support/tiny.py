@@ -6,17 +6,21 @@ import torch
 from torch import Tensor
 
 from olmo_shard.config import ModelConfig, OptimConfig, ParallelConfig
+from olmo_shard.data.labels import IGNORE_INDEX
 from olmo_shard.data.loader import MicroBatch
 from olmo_shard.distributed.runtime import Runtime
-from olmo_shard.nn.losses import IGNORE_INDEX
+from olmo_shard.nn import families
+from olmo_shard.nn.block import Block
 from olmo_shard.nn.moe import MoE
-from olmo_shard.nn.transformer import Block, Transformer
+from olmo_shard.nn.protocol import LanguageModel
+from olmo_shard.nn.transformer import Transformer
 from olmo_shard.optim.sharded import DistributedOptimizer
 from olmo_shard.parallel.apply import parallelize
 from olmo_shard.parallel.ddp import DDPModel
 from olmo_shard.parallel.expert import shard_experts
 from olmo_shard.parallel.shards import ParameterShard
-from olmo_shard.train.step import StepOutput, TrainStep
+from olmo_shard.train.step import TrainStep
+from olmo_shard.train.step_sums import StepOutput
 from tests.support.ranks import mesh_of
 
 SEQUENCES, LENGTH, VOCAB = 16, 12, 96
@@ -51,7 +55,7 @@ def model_config(router: dict[str, Any] | None = None, **changes: Any) -> ModelC
     return ModelConfig.model_validate(fields)
 
 
-def moe_layer(model: Transformer, index: int) -> MoE:
+def moe_layer(model: LanguageModel, index: int) -> MoE:
     block = model.blocks[index]
     assert isinstance(block, Block)
     assert isinstance(block.feed_forward, MoE)
@@ -59,8 +63,10 @@ def moe_layer(model: Transformer, index: int) -> MoE:
 
 
 def meta_model(config: ModelConfig) -> Transformer:
-    with torch.device("meta"):
-        return Transformer(config)
+    """A model of any family that is based on the transformer, without storage."""
+    model = families.meta_model(config)
+    assert isinstance(model, Transformer)
+    return model
 
 
 def global_batch(step: int, *, ignored: bool = True) -> tuple[Tensor, Tensor]:

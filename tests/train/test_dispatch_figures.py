@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from olmo_shard.distributed.runtime import Runtime
-from olmo_shard.train.step import StepOutput
+from olmo_shard.train.step_sums import StepOutput
 from tests.support.close import same_figures
 from tests.support.dispatch import TRANSPORTS
 from tests.support.tiny import build, model_config, moe_layer, train
@@ -54,7 +54,7 @@ def rows_case(rank: Runtime, parallel: dict[str, Any], micro: int) -> dict[str, 
     return {
         "counted": counted.tolist(),
         "received": output.received_LN[0].tolist(),
-        "sent": float(output.sums.rows_sent_L[0]),
+        "sent": float(output.sums.layers["rows_sent"][0]),
     }
 
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from olmo_shard.config import SpikeConfig, load_config
+from olmo_shard.data.labels import IGNORE_INDEX
 from olmo_shard.data.loader import MicroBatch
 from olmo_shard.data.validation import open_validation
 from olmo_shard.distributed.runtime import Runtime
 from olmo_shard.errors import TrainingError
 from olmo_shard.experiment import run
-from olmo_shard.nn.losses import IGNORE_INDEX
 from olmo_shard.optim.spikes import SpikeFilter
 from olmo_shard.parallel.apply import parallelize
 from olmo_shard.train.evaluate import evaluate

@@ -286,7 +286,7 @@ def test_a_disabled_tracker_says_nothing(tmp_path, monkeypatch):
 
 def wait_until_opened(tracker: WandB) -> None:
     while tracker._opened is None:
-        tracker._tell_news()
+        tracker._print_news()
         time.sleep(0.05)
 
 

@@ -11,8 +11,8 @@ from olmo_shard.nn.feed_forward import FeedForward
 from olmo_shard.nn.init import initial_tensor
 from olmo_shard.nn.recompute import checkpointed
 from olmo_shard.nn.transformer import Block, Transformer
-from olmo_shard.parallel.connection import connect_experts
 from olmo_shard.parallel.ddp import DDPModel
+from olmo_shard.parallel.dispatchers import install_dispatcher
 from olmo_shard.parallel.expert import shard_experts
 from olmo_shard.parallel.fsdp import FSDPModel
 from olmo_shard.parallel.shards import LogicalParameter, ParallelModel
@@ -41,15 +41,15 @@ def parallelize(
         return initial_tensor(model.config, logical.name, shape, seed, logical.experts)
 
     backend = choose_backend(config.kernels, mesh.device.type)
-    connection = connect_experts(model, mesh, config, max_tokens, backend)
+    choice = install_dispatcher(model, mesh, config, max_tokens, backend)
     parameters = shard_experts(model, mesh)
     _wrap_forwards(model, config)
     wrap = DDPModel if config.mode == "ddp" else FSDPModel
-    parallel_model = wrap(model, mesh, config, parameters, initial)
+    parallel_model = wrap(model, mesh, config, parameters, initial, backend)
     for router in model.routers():
         router.to_empty(device=mesh.device, recurse=False)
         router.reset_buffers()
-    parallel_model.connection, parallel_model.backend = connection, backend
+    parallel_model.dispatcher_choice = choice
     return parallel_model
 
 

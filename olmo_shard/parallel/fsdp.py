@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from olmo_shard.config import ParallelConfig
 from olmo_shard.config.root import fills_all
 from olmo_shard.distributed.mesh import Mesh
+from olmo_shard.kernels.backend import Backend
 from olmo_shard.nn.experts import RoutedExperts
 from olmo_shard.nn.transformer import Block
 from olmo_shard.parallel import fsdp_comm
@@ -31,6 +32,7 @@ class FSDPModel(ParallelModel):
     :param model: cut to this rank's experts already.
     :param parameters: what ``shard_experts`` returned.
     :param initial: the value of each parameter.
+    :param backend: back end of the kernels, chosen once for the model.
     """
 
     def __init__(
@@ -40,8 +42,9 @@ class FSDPModel(ParallelModel):
         config: ParallelConfig,
         parameters: list[LogicalParameter],
         initial: InitialValue,
+        backend: Backend = "reference",
     ) -> None:
-        self.model = model
+        self.model, self.backend = model, backend
         self.keeps_window = config.fsdp.reshard == "window"
         self._first_microbatch = True
         _fully_shard(model, mesh, config)

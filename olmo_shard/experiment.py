@@ -78,7 +78,7 @@ def _callbacks(config: Config, console: RichConsole) -> list[Callback]:
 def _describe(trainer: Trainer, here: Runtime, parallel_model: ParallelModel) -> list[str]:
     """What was chosen, for the log."""
     config, loader, step = trainer.config, trainer.loader, trainer.state.step
-    parallel, train, connection = config.parallel, config.train, parallel_model.connection
+    parallel, train, choice = config.parallel, config.train, parallel_model.dispatcher_choice
     counts = parameter_counts(config.model)
     ep = parallel.expert_parallel
     return [
@@ -88,7 +88,7 @@ def _describe(trainer: Trainer, here: Runtime, parallel_model: ParallelModel) ->
         f"x {ep} ep, {parallel.compute_dtype}, {here.device.type}, {here.threads} thread(s) a rank",
         describe_precision(parallel),
         f"kernels   {parallel_model.backend} (parallel.kernels = {parallel.kernels})",
-        *([] if connection is None else [f"dispatch  {connection.note}"]),
+        *([] if choice is None else [f"dispatch  {choice.note}"]),
         *describe_data(loader, step),
         f"batch     {train.global_batch_tokens} tokens = {here.world_size} rank(s) x "
         f"{config.num_microbatches(here.world_size)} micro-batch(es) x {train.micro_batch_tokens}",

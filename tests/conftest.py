@@ -15,9 +15,9 @@ from tests.support.ranks import RankGroup
 
 NUMERIC = (
     "dispatch/test_capacity.py",
-    "dispatch/test_dispatchers.py",
-    "dispatch/test_rowwise_device.py",
-    "dispatch/test_sum_rows.py",
+    "dispatch/test_dispatcher.py",
+    "dispatch/test_rowwise_gpu.py",
+    "dispatch/test_sum_returned_rows.py",
     "distributed/test_collectives.py",
     "kernels/test_accumulate_grad.py",
     "kernels/test_adamw.py",
@@ -45,7 +45,7 @@ CPU kernels, which add in other orders.
 """
 
 PROCESSES = (
-    "dispatch/test_rowwise.py",
+    "dispatch/test_rowwise_cpu.py",
     "dispatch/test_shared_memory.py",
     "distributed/test_rank_files.py",
     "kernels/test_grouped_ptx.py",

@@ -61,7 +61,7 @@ def test_prepare_check_train_on_two_ranks_then_resume_twice(tmp_path, main):
     assert "start     new run" in outputs[0]
     assert (
         "dispatch  rowwise (parallel.dispatch = auto): "
-        "mailboxes of 2 slots x 1 peer(s) x 32 rows x 144 B = 9,344 bytes (9.1 KiB) a rank; "
+        "mailboxes of 2 buffers x 1 peer(s) x 32 rows x 144 B = 9,344 bytes (9.1 KiB) per rank; "
     ) in outputs[0]
     assert f"resume    step 6 of 10, from {run}/checkpoints/step-00000006" in outputs[1]
     assert "validation text: loss" in outputs[2]

@@ -9,8 +9,8 @@ from olmo_shard.errors import ConfigurationError
 from olmo_shard.kernels.backend import choose_backend
 from olmo_shard.nn.protocol import LanguageModel
 from olmo_shard.nn.recompute import checkpointed
-from olmo_shard.parallel.connection import connect_experts
 from olmo_shard.parallel.ddp import DDPModel
+from olmo_shard.parallel.dispatchers import install_dispatcher
 from olmo_shard.parallel.expert import shard_experts
 from olmo_shard.parallel.fsdp import FSDPModel
 from olmo_shard.parallel.shards import LogicalParameter, ParallelModel
@@ -38,7 +38,7 @@ def parallelize(
 
     # 1. The dispatcher, before any parameter changes: it reads the sizes of the whole MoE layers,
     #    and a transport that cannot run here must fail before weights are allocated.
-    connection = connect_experts(model, mesh, config, max_tokens, backend)
+    choice = install_dispatcher(model, mesh, config, max_tokens, backend)
 
     # 2. Each rank's experts, before any storage exists: no rank could hold all experts. The names
     #    and logical shapes of all parameters come from here.
@@ -53,10 +53,10 @@ def parallelize(
         return model.initial_value(logical.name, _local_shape(logical), seed, logical.experts)
 
     wrap = DDPModel if config.mode == "ddp" else FSDPModel
-    parallel_model = wrap(model, mesh, config, parameters, initial)
+    parallel_model = wrap(model, mesh, config, parameters, initial, backend)
     # Buffers are whole on every rank in both modes. FSDP allocates them without values.
     model.place_buffers(mesh.device)
-    parallel_model.connection, parallel_model.backend = connection, backend
+    parallel_model.dispatcher_choice = choice
     return parallel_model
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from olmo_shard.config import ParallelConfig
 from olmo_shard.distributed.mesh import Mesh
 from olmo_shard.distributed.work import CommStream
+from olmo_shard.kernels.backend import Backend
 from olmo_shard.nn.experts import RoutedExperts
 from olmo_shard.parallel.flat_space import FlatBucket, FlatSpace
 from olmo_shard.parallel.gather import BucketGather
@@ -26,6 +27,7 @@ class DDPModel(ParallelModel):
     :param model: cut to this rank's experts already; its parameters move into the flat buffers.
     :param parameters: what ``shard_experts`` returned.
     :param initial: the value of each parameter.
+    :param backend: back end of the kernels, chosen once for the model.
     """
 
     def __init__(
@@ -35,10 +37,11 @@ class DDPModel(ParallelModel):
         config: ParallelConfig,
         parameters: list[LogicalParameter],
         initial: InitialValue,
+        backend: Backend = "reference",
     ) -> None:
-        self.model = model
+        self.model, self.backend = model, backend
         self.spaces = [
-            FlatSpace(model, members, group, mesh.device, config, initial)
+            FlatSpace(model, members, group, mesh.device, config, initial, backend)
             for group, members in _classes(mesh, parameters)
         ]
         buckets = _in_order_of_backward(self.spaces, parameters)

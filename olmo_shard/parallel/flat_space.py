@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from olmo_shard.config import ParallelConfig
 from olmo_shard.errors import TrainingError
 from olmo_shard.kernels.accumulate_grad import accumulate_grad
-from olmo_shard.kernels.backend import Backend, choose_backend
+from olmo_shard.kernels.backend import Backend
 from olmo_shard.parallel.buckets import Bucket, Piece, make_buckets, pieces
 from olmo_shard.parallel.shards import InitialValue, LogicalParameter, MainSlice, ParameterShard
 
@@ -39,6 +39,7 @@ class FlatSpace:
 
     :param parameters: of one class: reduced over the same group.
     :param initial: the value of each parameter.
+    :param backend: back end of the kernels, chosen once for the model.
     """
 
     def __init__(
@@ -49,10 +50,11 @@ class FlatSpace:
         device: torch.device,
         config: ParallelConfig,
         initial: InitialValue,
+        backend: Backend,
     ) -> None:
         self.group = group
         self._compiled = config.compile
-        self._backend: Backend = choose_backend(config.kernels, device.type)
+        self._backend: Backend = backend
         self._logical = {parameter.name: parameter for parameter in parameters}
         sizes = {name: model.get_parameter(name).numel() for name in self._logical}
         cap = int(config.ddp.bucket_cap_mb * 2**20 / torch.float32.itemsize)

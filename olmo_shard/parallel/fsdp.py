@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from olmo_shard.config import ParallelConfig
 from olmo_shard.config.root import fills_all
 from olmo_shard.distributed.mesh import Mesh
+from olmo_shard.kernels.backend import Backend
 from olmo_shard.nn.experts import RoutedExperts
 from olmo_shard.nn.protocol import LanguageModel
 from olmo_shard.parallel import fsdp_comm
@@ -45,6 +46,7 @@ class FSDPModel(ParallelModel):
     :param model: a model on the meta device that holds only this rank's experts.
     :param parameters: all parameters, as ``shard_experts`` returned them.
     :param initial: returns the initial value of a parameter.
+    :param backend: back end of the kernels, chosen once for the model.
     """
 
     def __init__(
@@ -54,8 +56,9 @@ class FSDPModel(ParallelModel):
         config: ParallelConfig,
         parameters: list[LogicalParameter],
         initial: InitialValue,
+        backend: Backend = "reference",
     ) -> None:
-        self.model = model
+        self.model, self.backend = model, backend
         self.keeps_window = config.fsdp.reshard == "window"
         self._first_microbatch = True
         # FSDP2 splits the parameters while they are on the meta device.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from olmo_shard.kernels.backend import Backend
-from olmo_shard.parallel.connection import Connection
+from olmo_shard.parallel.dispatchers import DispatcherChoice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +83,8 @@ class ParallelModel(ABC):
     """In the order in which forward needs the weights."""
     backend: Backend = "reference"
     """What computes routed experts and the optimizer's step."""
-    connection: Connection | None = None
-    """How MoE layers reach their experts."""
+    dispatcher_choice: DispatcherChoice | None = None
+    """How MoE layers reach their experts; ``None`` for a model without MoE layers."""
 
     @abstractmethod
     def begin_window(self) -> None:
@@ -114,16 +114,16 @@ class ParallelModel(ABC):
 
         :raises LostPeerError: where one has.
         """
-        if self.connection is not None:
-            self.connection.dispatcher.check()
+        if self.dispatcher_choice is not None:
+            self.dispatcher_choice.dispatcher.check()
 
     def close(self) -> None:
         """Free what the ranks share, mailboxes above all; the model is of no use afterwards.
 
         A process that ends frees it anyway.
         """
-        if self.connection is not None:
-            self.connection.dispatcher.close()
+        if self.dispatcher_choice is not None:
+            self.dispatcher_choice.dispatcher.close()
 
     def shards(self) -> list[ParameterShard]:
         """All parts of parameters that this rank owns, slice by slice."""

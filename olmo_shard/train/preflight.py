@@ -11,14 +11,11 @@ from olmo_shard.data.coverage import describe_data, describe_end
 from olmo_shard.data.loader import DataLoader
 from olmo_shard.data.source import open_sources
 from olmo_shard.data.token_file import TokenFile
-from olmo_shard.dispatch.mailbox import MailboxLayout
-from olmo_shard.distributed.host_memory import available_memory, format_bytes
-from olmo_shard.errors import DataError, HeapError
+from olmo_shard.errors import DataError
 from olmo_shard.kernels.backend import Backend, choose_backend
 from olmo_shard.optim.schedule import check_schedule
-from olmo_shard.parallel.connection import check_rowwise_here, mailbox_layout, refusal
-from olmo_shard.parallel.gpu_mailbox import check_gpu_memory
-from olmo_shard.parallel.host_mailbox import check_memory
+from olmo_shard.parallel.dispatchers import describe_dispatcher
+from olmo_shard.parallel.transport_candidate import DispatchRequest
 from olmo_shard.train.checkpoint_folder import read_state
 from olmo_shard.train.run_folder import check_something_left, check_writable, choose_checkpoint
 
@@ -63,38 +60,22 @@ def check_start(config: Config) -> list[str]:
 def check_dispatch(config: Config, num_ranks: int) -> str:
     """How token rows would travel on this host.
 
-    :param num_ranks: that share its memory; the ranks of one expert-parallel group at least.
-    :raises ConfigurationError: where the config names a way that is not open here.
+    :param num_ranks: ranks that share its memory; the ranks of one expert-parallel group at least.
+    :raises ConfigurationError: if the transport that the config names cannot run here.
     """
-    parallel, moe = config.parallel, config.model.moe
-    ranks = parallel.expert_parallel
-    if moe is None or parallel.dispatch in ("local", "collective"):
-        return parallel.dispatch if moe is not None else "none: no experts"
-    if parallel.dispatch == "auto" and ranks == 1:
-        return "local"
-    tokens = config.train.micro_batch_tokens
-    layout = mailbox_layout(moe.num_experts, moe.top_k, config.model.d_model, parallel, tokens)
-    try:
-        check_rowwise_here(device_type(config), kernels_of(config), parallel)
-        if device_type(config) == "cuda":
-            check_gpu_memory(layout, parallel)
-            return f"rowwise where the GPUs of a group reach each other: {layout.describe()}"
-        return _in_shared_memory(layout, num_ranks)
-    except HeapError as error:
-        if parallel.dispatch == "rowwise":
-            raise refusal(error) from error
-        return f"collective: rowwise cannot run here: {error}"
-
-
-def _in_shared_memory(layout: MailboxLayout, num_ranks: int) -> str:
-    """:raises HeapError: where there is too little."""
-    available = available_memory()
-    check_memory(layout, num_ranks, available)
-    return (
-        f"rowwise where all ranks of a group are on one host: {layout.describe()}, "
-        f"{format_bytes(layout.arena_bytes * num_ranks)} for {num_ranks} rank(s); "
-        f"{format_bytes(available)} available here"
+    moe = config.model.moe
+    if moe is None:
+        return "none: no experts"
+    request = DispatchRequest(
+        parallel=config.parallel,
+        num_experts=moe.num_experts,
+        top_k=moe.top_k,
+        width=config.model.d_model,
+        max_tokens=config.train.micro_batch_tokens,
+        device_type=device_type(config),
+        backend=kernels_of(config),
     )
+    return describe_dispatcher(request, num_ranks)
 
 
 def device_type(config: Config) -> str:

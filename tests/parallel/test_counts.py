@@ -113,16 +113,16 @@ def payload_case(rank: Runtime, parallel: dict[str, Any]) -> tuple[int, int, int
     step = build(rank, model_config(), parallel, {"name": "adamw"})
     pairs: list[int] = []
     dispatcher = moe_layer(step.model, 1).dispatcher
-    original = dispatcher.start
+    original = dispatcher.dispatch
 
-    def start(x_TD: Any, topk_idx_TK: torch.Tensor, weights_TK: Any, layer: int) -> Any:
+    def dispatch(x_TD: Any, topk_idx_TK: torch.Tensor, weights_TK: Any, layer: int) -> Any:
         owners = topk_idx_TK // dispatcher.num_local_experts
         for other in range(rank.world_size):
             if other != rank.rank:
                 pairs.append(int((owners == other).any(dim=1).sum()))
         return original(x_TD, topk_idx_TK, weights_TK, layer)
 
-    dispatcher.start = start  # type: ignore[method-assign]
+    dispatcher.dispatch = dispatch  # type: ignore[method-assign]
     before = Counter(comm_stats.bytes)
     train(step, rank, 1, 4)
     sent = Counter(comm_stats.bytes) - before

@@ -1,6 +1,6 @@
-"""Rowwise dispatch under stress: ranks that are slow, asleep or gone, and memory over many steps.
+"""Rowwise dispatch under stress: ranks that are slow, asleep or lost, and memory over many steps.
 
-Runs in CI, in several processes. That it equals ``local`` is shown in test_dispatchers.py.
+``test_dispatcher.py`` shows that it equals ``local``.
 """
 
 import os
@@ -16,14 +16,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from olmo_shard.dispatch.dispatcher import DispatchedRows
+from olmo_shard.dispatch.dispatcher import TokenDispatcher
 from olmo_shard.dispatch.heap.shared_memory import SharedMemoryHeap
-from olmo_shard.dispatch.mailbox import Mailbox, MailboxLayout
-from olmo_shard.dispatch.rowwise import RowwiseDispatcher
+from olmo_shard.dispatch.mailbox.mailbox_cpu import CpuMailbox
+from olmo_shard.dispatch.mailbox.mailbox_layout import MailboxLayout
+from olmo_shard.dispatch.pending_combine import start_combine
+from olmo_shard.dispatch.pending_dispatch import PendingDispatch
+from olmo_shard.dispatch.rowwise.rowwise_cpu import RowwiseCpuTransport
+from olmo_shard.dispatch.transport import ReceivedRows
 from olmo_shard.distributed.runtime import Runtime
 from olmo_shard.errors import ConfigurationError, LostPeerError
-from tests.support.dispatch import dispatcher
-from tests.support.ranks import RankGroup, mesh_of
+from tests.support.dispatch import open_dispatcher
+from tests.support.ranks import RankGroup, StartRanks, mesh_of
 
 MIB = 2**20
 WIDTH, MOST = 3, 9
@@ -33,10 +37,12 @@ class SlowHeap(SharedMemoryHeap):
     """Dawdles at random: before a flag, before a wait and after it."""
 
     def release(self, peer: int, flag: int, value: int) -> None:
+        """Set the flag a little later."""
         self._dawdle()
         super().release(peer, flag, value)
 
     def wait(self, flags: Mapping[int, int], value: int, what: str) -> None:
+        """Wait a little longer."""
         self._dawdle()
         super().wait(flags, value, what)
         self._dawdle()
@@ -47,10 +53,10 @@ class SlowHeap(SharedMemoryHeap):
 
 
 def stress_case(rank: Runtime, rounds: int) -> int:
-    """Forward and backward; values say round, source and token, and all sums are exact in FP32.
+    """Forward and backward; values name round, source and token, and all sums are exact in FP32.
 
-    Two experts a rank, two routes a token, some of them dropped; often there are no tokens. Experts
-    scale a row by the sum of its weights. Returns the rows that were received.
+    There are two experts per rank and two routes per token, some of them dropped; often there are
+    no tokens. Experts scale a row by the sum of its weights. Returns the number of received rows.
     """
     random.seed(rank.rank)
     size = rank.world_size
@@ -59,17 +65,18 @@ def stress_case(rank: Runtime, rounds: int) -> int:
     )
     group = mesh_of(rank, size).ep
     heap = SlowHeap(group, layout.arena_bytes, layout.num_flags, timedelta(seconds=60))
-    there = RowwiseDispatcher(2 * size, Mailbox(heap, layout), MOST)
+    dispatcher = TokenDispatcher(RowwiseCpuTransport(CpuMailbox(heap, layout), MOST), 2 * size)
     received = 0
     for turn in range(rounds):
         everyone = [stress_inputs(turn, source, size) for source in range(size)]
-        x, idx, weights = (each.clone() for each in everyone[rank.rank])
+        x, idx, weights = (tensor.clone() for tensor in everyone[rank.rank])
         x.requires_grad_()
         weights.requires_grad_()
-        rows = there.finish(there.start(x, idx, weights))
+        pending = dispatcher.dispatch(x, idx, weights)
+        rows = pending.receive()
         assert_rows(rows, everyone, rank.rank, f"round {turn}")
         received += len(rows.x_RD)
-        out = there.combine(rows.x_RD * rows.weights_Rm.sum(dim=1, keepdim=True), rows.handle)
+        out = weighted_sums(pending, rows)
         total = torch.where(idx >= 0, weights, 0).sum(dim=1, keepdim=True)
         assert torch.equal(out, x * total), f"round {turn}"
         dout = torch.full_like(out, 2.0) + turn % 7
@@ -80,8 +87,15 @@ def stress_case(rank: Runtime, rounds: int) -> int:
         dots = (dout * x).sum(dim=1, keepdim=True)
         assert torch.equal(weights.grad, torch.where(idx >= 0, dots, 0)), f"round {turn}"
         del rows, out
-    there.close()
+    dispatcher.close()
     return received
+
+
+def weighted_sums(pending: PendingDispatch, rows: ReceivedRows) -> Tensor:
+    """The combine of experts that scale each row by the sum of its weights."""
+    assert rows.weights_Rm is not None
+    y_RD = rows.x_RD * rows.weights_Rm.sum(dim=1, keepdim=True)
+    return start_combine(y_RD, pending.transport, rows.handle).wait()
 
 
 def stress_inputs(turn: int, source: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,51 +116,57 @@ def stress_inputs(turn: int, source: int, size: int) -> tuple[Tensor, Tensor, Te
 
 
 def assert_rows(
-    rows: DispatchedRows, everyone: list[tuple[Tensor, Tensor, Tensor]], rank: int, what: str
+    rows: ReceivedRows, everyone: list[tuple[Tensor, Tensor, Tensor]], rank: int, what: str
 ) -> None:
+    """Assert that a rank received the rows, experts and weights that all ranks sent to it."""
     own = [2 * rank, 2 * rank + 1]
-    here = [torch.isin(idx, torch.tensor(own)) for _, idx, _ in everyone]
-    goes = [mask.any(dim=1) for mask in here]
+    is_own = [torch.isin(idx, torch.tensor(own)) for _, idx, _ in everyone]
+    is_sent = [mask.any(dim=1) for mask in is_own]
     x, experts, carried = [], [], []
-    for (tokens, idx, weights), mask, chosen in zip(everyone, here, goes, strict=True):
+    for (tokens, idx, weights), mask, chosen in zip(everyone, is_own, is_sent, strict=True):
         x.append(tokens[chosen])
         experts.append(torch.where(mask, idx - own[0], -1)[chosen])
         carried.append(torch.where(mask, weights, 0)[chosen])
+    assert rows.local_expert_Rm is not None
+    assert rows.weights_Rm is not None
     assert torch.equal(rows.x_RD, torch.cat(x)), what
     assert torch.equal(rows.local_expert_Rm, torch.cat(experts).to(torch.int32)), what
     assert torch.equal(rows.weights_Rm, torch.cat(carried)), what
 
 
-def test_three_hundred_rounds_with_random_delays(ranks):
+def test_three_hundred_rounds_with_random_delays(ranks: StartRanks) -> None:
     received = ranks(4).run(stress_case, 300)
     assert min(received) > 300, "too few rows to show anything"
 
 
 def too_many_case(rank: Runtime) -> None:
     group = mesh_of(rank, 2).ep
-    with dispatcher("rowwise", group, experts=2, top_k=1, width=3, max_tokens=4) as there:
+    opened = open_dispatcher("rowwise", group, experts=2, top_k=1, width=3, max_tokens=4)
+    with opened as dispatcher:
         idx = torch.zeros(5, 1, dtype=torch.int64)
         with pytest.raises(
             ConfigurationError, match="micro-batch of 5 tokens does not fit a mailbox made for 4"
         ):
-            there.start(torch.zeros(5, 3), idx, torch.ones(5, 1))
+            dispatcher.dispatch(torch.zeros(5, 3), idx, torch.ones(5, 1))
 
 
-def test_a_larger_micro_batch_than_announced_is_refused_before_anything_is_written(ranks):
+def test_a_larger_micro_batch_than_announced_is_refused_before_anything_is_written(
+    ranks: StartRanks,
+) -> None:
     ranks(2).run(too_many_case)
 
 
 def lost_peer_case(rank: Runtime, how: str, expert_parallel: int) -> tuple[str, float]:
-    """The last rank dies, or sleeps, in the middle of the third exchange's put.
+    """The last rank is killed, or sleeps, in the middle of the put of the third exchange.
 
-    Returns the error, and the seconds that it took.
+    Returns the error, and the seconds until it was raised.
     """
     group = mesh_of(rank, expert_parallel).ep
     size = group.size()
     layout = MailboxLayout(num_ranks=size, max_rows=4, num_slots=1, width=3, dtype=torch.float32)
     seconds = 2 if how == "asleep" else 60
     heap = SharedMemoryHeap(group, layout.arena_bytes, layout.num_flags, timedelta(seconds=seconds))
-    there = RowwiseDispatcher(size, Mailbox(heap, layout), max_tokens=4)
+    dispatcher = TokenDispatcher(RowwiseCpuTransport(CpuMailbox(heap, layout), 4), size)
     if rank.rank == rank.world_size - 1:
         original, flags_left = heap.release, 3 * (size - 1)
 
@@ -165,14 +185,15 @@ def lost_peer_case(rank: Runtime, how: str, expert_parallel: int) -> tuple[str, 
         for layer in (7, 8):
             idx = torch.arange(size)[:, None]
             x, weights = torch.ones(size, 3), torch.ones(size, 1)
-            rows = there.finish(there.start(x, idx, weights, layer))
-            there.combine(rows.x_RD, rows.handle)
+            pending = dispatcher.dispatch(x, idx, weights, layer)
+            rows = pending.receive()
+            start_combine(rows.x_RD, pending.transport, rows.handle).wait()
     except LostPeerError as error:
         return str(error), time.monotonic() - begun
     return "", 0.0
 
 
-def test_a_peer_that_was_killed_is_named_with_layer_and_epoch():
+def test_a_peer_that_was_killed_is_named_with_layer_and_epoch() -> None:
     """Rank 3 is rank 1 of the second expert-parallel group. The first one does not notice."""
     group = RankGroup(4)
     outcomes = group.outcomes(lost_peer_case, "killed", 2)
@@ -186,8 +207,8 @@ def test_a_peer_that_was_killed_is_named_with_layer_and_epoch():
     assert re.fullmatch(expected, message), message
 
 
-def test_a_peer_that_sleeps_is_named_after_the_timeout():
-    """Rank 2 of 3 has told rank 0, and not rank 1; rank 0 then waits for the answers of both."""
+def test_a_peer_that_sleeps_is_named_after_the_timeout() -> None:
+    """Rank 2 of 3 has set its flag at rank 0 and not at rank 1; rank 0 then waits for both."""
     group = RankGroup(3)
     outcomes = group.outcomes(lost_peer_case, "asleep", 3)
     group.kill()
@@ -203,15 +224,18 @@ def test_a_peer_that_sleeps_is_named_after_the_timeout():
 
 
 def growth_case(rank: Runtime) -> tuple[int, int]:
-    """By how much 50 steps of forward and backward exceed the 10 before them: resident bytes, and
-    buffers. Most rows are received in one of the layers, in each step in another one."""
+    """Growth of resident bytes and of buffers in 50 steps after the first 10.
+
+    Most rows are received in one of the layers, and in each step in another one.
+    """
     experts, top_k, width, tokens = 8, 2, 256, 1024
     layout = MailboxLayout(
         num_ranks=2, max_rows=tokens, num_slots=top_k, width=width, dtype=torch.float32
     )
     group = mesh_of(rank, 2).ep
     heap = SharedMemoryHeap(group, layout.arena_bytes, layout.num_flags, timedelta(seconds=60))
-    there = RowwiseDispatcher(experts, Mailbox(heap, layout), tokens)
+    rowwise = RowwiseCpuTransport(CpuMailbox(heap, layout), tokens)
+    dispatcher = TokenDispatcher(rowwise, experts)
     resident: list[int] = []
     buffers: list[int] = []
     for step in range(60):
@@ -220,30 +244,34 @@ def growth_case(rank: Runtime) -> tuple[int, int]:
         for layer in range(6):
             hot = rank.rank if layer == step % 6 else 0
             idx = torch.tensor([[4 * hot, 4 * hot + 1 + step % 3]]).expand(tokens, top_k)
-            x = identity_experts(there, x, idx, weights, layer)
+            x = weighted_layer(dispatcher, x, idx, weights, layer)
         x.sum().backward()
         del x, weights
         resident.append(resident_bytes())
-        buffers.append(len(there._rows._free) + len(there._sums._free))
-    there.close()
+        buffers.append(len(rowwise._rows._free) + len(rowwise._sums._free))
+    dispatcher.close()
     return max(resident) - max(resident[:10]), max(buffers) - max(buffers[:10])
 
 
-def identity_experts(
-    there: RowwiseDispatcher, x: Tensor, idx: Tensor, weights: Tensor, layer: int
+def weighted_layer(
+    dispatcher: TokenDispatcher, x: Tensor, idx: Tensor, weights: Tensor, layer: int
 ) -> Tensor:
-    rows = there.finish(there.start(x, idx, weights, layer))
-    return there.combine(rows.x_RD * rows.weights_Rm.sum(dim=1, keepdim=True), rows.handle)
+    """A layer whose experts scale each row by the sum of its weights."""
+    pending = dispatcher.dispatch(x, idx, weights, layer)
+    return weighted_sums(pending, pending.receive())
 
 
 def resident_bytes() -> int:
+    """Resident memory of this process, without that of files."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return sum(int(t.split()[1]) for t in lines if t.startswith(("RssAnon:", "RssShmem:"))) * 1024
 
 
-def test_fifty_skewed_steps_take_no_more_memory(ranks):
-    """One that kept the rows of a layer a step would take 50 MiB more; the C allocator's own come
-    and go."""
+def test_fifty_skewed_steps_take_no_more_memory(ranks: StartRanks) -> None:
+    """A pool that kept one layer's rows per step would take 50 MiB more.
+
+    The memory of the C allocator comes and goes.
+    """
     for resident, buffers in ranks(2).run(growth_case):
         assert buffers == 0
         assert resident < 40 * MIB

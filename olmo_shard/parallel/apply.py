@@ -45,11 +45,11 @@ def parallelize(
     parameters = shard_experts(model, mesh)
     _wrap_forwards(model, config)
     wrap = DDPModel if config.mode == "ddp" else FSDPModel
-    parallel_model = wrap(model, mesh, config, parameters, initial)
+    parallel_model = wrap(model, mesh, config, parameters, initial, backend)
     for router in model.routers():
         router.to_empty(device=mesh.device, recurse=False)
         router.reset_buffers()
-    parallel_model.connection, parallel_model.backend = connection, backend
+    parallel_model.connection = connection
     return parallel_model
 
 

@@ -4,6 +4,8 @@ Dense parameters are sharded over all ranks, routed experts over the ranks that 
 Gradients are summed, never divided, and reduced in FP32; the main weights are the FP32 shards.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -12,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from olmo_shard.config import ParallelConfig
 from olmo_shard.config.root import fills_all
 from olmo_shard.distributed.mesh import Mesh
+from olmo_shard.kernels.backend import Backend
 from olmo_shard.nn.experts import RoutedExperts
 from olmo_shard.nn.transformer import Block
 from olmo_shard.parallel import fsdp_comm
@@ -19,7 +22,7 @@ from olmo_shard.parallel.fsdp_unused import fill_accumulated, reduce_unused
 from olmo_shard.parallel.shards import (
     InitialValue,
     LogicalParameter,
-    MainSlice,
+    OwnedSlice,
     ParallelModel,
     ParameterShard,
 )
@@ -31,6 +34,7 @@ class FSDPModel(ParallelModel):
     :param model: cut to this rank's experts already.
     :param parameters: what ``shard_experts`` returned.
     :param initial: the value of each parameter.
+    :param backend: back end of the kernels, chosen once for the model.
     """
 
     def __init__(
@@ -40,8 +44,10 @@ class FSDPModel(ParallelModel):
         config: ParallelConfig,
         parameters: list[LogicalParameter],
         initial: InitialValue,
+        backend: Backend = "reference",
     ) -> None:
-        self.model = model
+        self.model, self.backend = model, backend
+        self.parameters = parameters
         self.keeps_window = config.fsdp.reshard == "window"
         self._first_microbatch = True
         _fully_shard(model, mesh, config)
@@ -52,7 +58,7 @@ class FSDPModel(ParallelModel):
             reduce_unused(module)
         fsdp_comm.set_up(model, mesh.device)
         model.to_empty(device=mesh.device)
-        self.slices = []
+        slices: list[FSDPSlice] = []
         self._parameters: list[nn.Parameter] = []
         for logical in parameters:
             parameter = model.get_parameter(logical.name)
@@ -61,7 +67,8 @@ class FSDPModel(ParallelModel):
             part = _slice(logical, parameter)
             if part.main.numel():
                 _fill(part, logical, initial(logical).flatten())
-                self.slices.append(part)
+                slices.append(part)
+        self.slices = slices
 
     def begin_window(self) -> None:
         # Not model.zero_grad: while weights are gathered, as after an evaluation in ``window``, the
@@ -83,13 +90,31 @@ class FSDPModel(ParallelModel):
     def reduce(self) -> None:
         """FSDP2 has reduced in backward."""
 
-    def gather(self, index: int) -> None:
-        """FSDP2 gathers before each forward."""
+    def gather(self, owned: OwnedSlice) -> None:
+        """Do nothing: FSDP2 gathers before each forward."""
 
-    def wait(self) -> None:
-        """Drop what is gathered, since the shards are about to be read or written."""
+    def wait_for_weights(self) -> None:
+        """Do nothing: no gather is under way outside of forward and backward."""
+
+    def release_gathered_weights(self) -> None:
+        """Reshard all modules, so that the parameters are the shards."""
         for module in self.modules:
             module.reshard()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FSDPSlice(OwnedSlice):
+    """This rank's shard of one parameter."""
+
+    parameter: DTensor
+
+    def gradient(self) -> Tensor:
+        """The shard of the gradient; zeros if no micro-batch used the parameter."""
+        grad = self.parameter.grad
+        if grad is None:
+            return torch.zeros_like(self.main)
+        assert isinstance(grad, DTensor)
+        return grad.to_local().view(-1)
 
 
 def _fully_shard(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> None:
@@ -121,22 +146,13 @@ def _fully_shard(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> None:
     fully_shard(model, mesh=dense, mp_policy=policy, reshard_after_forward=False)
 
 
-def _slice(logical: LogicalParameter, parameter: DTensor) -> MainSlice:
+def _slice(logical: LogicalParameter, parameter: DTensor) -> FSDPSlice:
     local = parameter.to_local().detach()
     assert local.is_contiguous()
-
-    def gradient() -> Tensor:
-        grad = parameter.grad
-        if grad is None:  # no micro-batch used the parameter
-            return torch.zeros_like(local).view(-1)
-        assert isinstance(grad, DTensor)
-        return grad.to_local().view(-1)
-
     shard = ParameterShard(
         name=logical.name, shape=logical.shape, chunks=_chunks(logical, parameter), start=0
     )
-    main = local.view(-1)
-    return MainSlice(main=main, model=main, gradient=gradient, shards=(shard,))
+    return FSDPSlice(main=local.view(-1), model_copy=None, shards=(shard,), parameter=parameter)
 
 
 def _chunks(logical: LogicalParameter, parameter: DTensor) -> tuple[tuple[int, int], ...]:
@@ -154,7 +170,7 @@ def _chunks(logical: LogicalParameter, parameter: DTensor) -> tuple[tuple[int, i
     return tuple((base + index * stride, length * inner) for index in outer if length)
 
 
-def _fill(part: MainSlice, logical: LogicalParameter, value: Tensor) -> None:
+def _fill(part: FSDPSlice, logical: LogicalParameter, value: Tensor) -> None:
     base = logical.local_offset
     chunks = part.shards[0].chunks
     parts = [value[start - base : start - base + length] for start, length in chunks]

@@ -27,40 +27,42 @@ class BucketGather:
         self, model: nn.Module, buckets: list[FlatBucket], comm_stream: CommStream, *, overlap: bool
     ) -> None:
         self.buckets, self.comm_stream, self.overlap = buckets, comm_stream, overlap
-        self._under_way: dict[int, Work] = {}
-        bucket_of = {name: i for i, bucket in enumerate(buckets) for name in bucket.names}
-        needed: dict[nn.Module, set[int]] = {}
+        self._under_way: dict[FlatBucket, Work] = {}
+        bucket_of = {name: bucket for bucket in buckets for name in bucket.names}
+        needed: dict[nn.Module, set[FlatBucket]] = {}
         for name, module in first_readers(model).items():
             needed.setdefault(module, set()).add(bucket_of[name])
-        for module, indices in needed.items():
-            self._await_before(module, sorted(indices))
+        for module, read_first in needed.items():
+            self._await_before(module, [bucket for bucket in buckets if bucket in read_first])
 
-    def start(self, index: int) -> None:
-        """Start to gather a bucket whose own slice is up to date."""
-        assert index not in self._under_way, "a gather that nobody has waited for"
-        bucket = self.buckets[index]
+    def start(self, bucket: FlatBucket) -> None:
+        """Start to gather a bucket after the update of this rank's slice."""
+        assert bucket not in self._under_way, "the last gather of this bucket was not awaited"
 
         def launch() -> Work:
-            return all_gather_start(bucket.weights, bucket.owned.model, bucket.group, kind="gather")
+            """Start the bucket's all-gather."""
+            return all_gather_start(
+                bucket.weights, bucket.model_weights, bucket.group, kind="gather"
+            )
 
-        self._under_way[index] = self.comm_stream.start(launch)
+        self._under_way[bucket] = self.comm_stream.start(launch)
         if not self.overlap:
-            self._wait_for(index)
+            self._wait_for(bucket)
 
     def wait(self) -> None:
         """Wait for all buckets."""
-        for index in list(self._under_way):
-            self._wait_for(index)
+        for bucket in list(self._under_way):
+            self._wait_for(bucket)
 
-    def _wait_for(self, index: int) -> None:
-        work = self._under_way.pop(index, None)
+    def _wait_for(self, bucket: FlatBucket) -> None:
+        work = self._under_way.pop(bucket, None)
         if work is not None:
             work.wait()
 
-    def _await_before(self, module: nn.Module, indices: list[int]) -> None:
+    def _await_before(self, module: nn.Module, buckets: list[FlatBucket]) -> None:
         def wait(_: nn.Module, __: Any) -> None:
-            for index in indices:
-                self._wait_for(index)
+            for bucket in buckets:
+                self._wait_for(bucket)
 
         module.register_forward_pre_hook(wait)
 

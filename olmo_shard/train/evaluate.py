@@ -26,6 +26,6 @@ def _loss(parallel_model: ParallelModel, validation: ValidationSet, mesh: Mesh) 
         batch = batch.to(mesh.device)
         output = parallel_model.model(*batch)
         total += torch.stack([output.cross_entropy.double(), batch.num_labelled().double()])
-    parallel_model.check()  # the loss is NaN where a transport has failed: say why
+    parallel_model.raise_if_peer_lost()  # the loss is NaN where a transport has failed: say why
     collectives.all_reduce(total, mesh.control, kind="eval")
     return mean_over(int(total[1]), total[0])

@@ -156,7 +156,7 @@ class TrainStep:
             sums=global_sums,
             bias_range_L=self._bias_range(),
             local_sums=like.unpacked(local),
-            squares=result.squares,
+            squares=result.squared_norms,
             limits=limits,
             comm_stats=sent,
             received_LN=received_LN,
@@ -189,7 +189,7 @@ class TrainStep:
                 return labelled
             # The first of the sums is the cross-entropy. Its mean over no labels is NaN, which the
             # filter refuses: such a batch never enters the filter's window.
-            return labelled & spikes.judge(torch.stack([sums[0] / tokens, grad_norm]))
+            return labelled & spikes.should_apply(torch.stack([sums[0] / tokens, grad_norm]))
 
         return self.optimizer.step(lr, extra, judge)
 
@@ -198,7 +198,7 @@ class TrainStep:
 
         :raises LostPeerError: where a transport has waited for a peer in vain.
         """
-        self.optimizer.parallel_model.check()
+        self.optimizer.parallel_model.raise_if_peer_lost()
         if not math.isfinite(float(output.grad_norm)):
             return f"gradient norm {float(output.grad_norm)}; {self._non_finite_cause(output)}"
         return self._spike(output) if int(output.tokens) else NO_LABEL

@@ -66,7 +66,7 @@ class Trainer:
                 if self._due_to_save():
                     self._save()
             self._report()
-            self.optimizer.parallel_model.wait()
+            self.optimizer.parallel_model.wait_for_weights()
             return [line for callback in self.callbacks for line in callback.on_end()]
         except BaseException as error:
             failure = error  # the name after `as` is unbound when the clause ends

@@ -103,7 +103,7 @@ def late_case(rank: Runtime, parallel: dict[str, Any], late: bool) -> Any:
         train(step, rank, 1, 4, lr=1e-2, start=3)
         found.append({name: w.tolist() for name, w in step.model.state_dict().items()})
         train(step, rank, 1, 4, lr=1e-2, start=4)
-        step.optimizer.parallel_model.wait()
+        step.optimizer.parallel_model.wait_for_weights()
         found.append({name: p.tolist() for name, p in step.model.named_parameters()})
     finally:
         gather.all_gather_start = original
@@ -125,7 +125,7 @@ def test_whoever_reads_weights_waits_for_them(ranks, parallel):
 
 
 def hidden_case(rank: Runtime, overlap: bool) -> tuple[int, int, int]:
-    """Gathers under way after a step, after a forward, and after ``wait``."""
+    """Gathers under way after a step, after a forward, and after ``wait_for_weights``."""
     parallel = {"ddp": {"bucket_cap_mb": 0.01, "overlap_param_gather": overlap}}
     step = build(rank, model_config(), parallel, {"name": "sgd"})
     train(step, rank, 1, 4)
@@ -135,7 +135,7 @@ def hidden_case(rank: Runtime, overlap: bool) -> tuple[int, int, int]:
         step.model(*window_of(1, 0, 1, 4)[0])
     after_forward = len(under_way)
     train(step, rank, 1, 4)
-    step.optimizer.parallel_model.wait()
+    step.optimizer.parallel_model.wait_for_weights()
     return after_step, after_forward, len(under_way)
 
 
@@ -148,7 +148,7 @@ def test_a_step_leaves_its_gathers_to_the_next_forward(ranks):
 
 def slices_case(rank: Runtime) -> list[list[str]]:
     step = build(rank, model_config(), {"ddp": {"bucket_cap_mb": 0.01}}, {"name": "sgd"})
-    return [[shard.name for shard in part.shards] for part in step.optimizer.slices]
+    return [[shard.name for shard in s.shards] for s in step.optimizer.parallel_model.slices]
 
 
 def test_slices_come_in_the_order_of_forward(ranks):

@@ -15,6 +15,7 @@ from olmo_shard.distributed.rank_files import rank_files
 from olmo_shard.distributed.runtime import Runtime, runtime
 from olmo_shard.nn.families import meta_model
 from olmo_shard.nn.flops import parameter_counts
+from olmo_shard.optim.parameter_groups import describe_groups
 from olmo_shard.optim.schedule import describe_schedule
 from olmo_shard.optim.sharded import DistributedOptimizer
 from olmo_shard.optim.spikes import SpikeFilter
@@ -92,6 +93,7 @@ def _describe(trainer: Trainer, here: Runtime, parallel_model: ParallelModel) ->
         *describe_data(loader, step),
         f"batch     {train.global_batch_tokens} tokens = {here.world_size} rank(s) x "
         f"{config.num_microbatches(here.world_size)} micro-batch(es) x {train.micro_batch_tokens}",
+        *describe_groups(trainer.optimizer.groups),
         f"schedule  {describe_schedule(config.optim.lr, trainer.total_steps, config.schedule)}; "
         f"{describe_end(loader, step)}",
     ]

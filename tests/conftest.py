@@ -20,7 +20,7 @@ NUMERIC = (
     "dispatch/test_sum_returned_rows.py",
     "distributed/test_collectives.py",
     "kernels/test_accumulate_grad.py",
-    "kernels/test_adamw.py",
+    "kernels/test_fused_adamw.py",
     "kernels/test_grouped_kernels.py",
     "kernels/test_grouped_mlp.py",
     "kernels/test_transport.py",

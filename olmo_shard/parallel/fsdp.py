@@ -13,6 +13,8 @@ never divided, and reduced in FP32. The main weights are FSDP2's FP32 shards.
 | gather | all-gather before the forward of each unit, and before its backward if it was freed |
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
@@ -34,7 +36,7 @@ from olmo_shard.parallel.fsdp_unused import fill_accumulated, reduce_unused
 from olmo_shard.parallel.shards import (
     InitialValue,
     LogicalParameter,
-    MainSlice,
+    OwnedSlice,
     ParallelModel,
     ParameterShard,
 )
@@ -59,6 +61,7 @@ class FSDPModel(ParallelModel):
         backend: Backend = "reference",
     ) -> None:
         self.model, self.backend = model, backend
+        self.parameters = parameters
         self.keeps_window = config.fsdp.reshard == "window"
         self._first_microbatch = True
         # FSDP2 splits the parameters while they are on the meta device.
@@ -73,7 +76,7 @@ class FSDPModel(ParallelModel):
         fsdp_comm.set_up(model, mesh.device)
         # Only this rank's shards get storage. Each one with elements becomes a slice.
         model.to_empty(device=mesh.device)
-        self.slices = []
+        slices: list[FSDPSlice] = []
         self._parameters: list[nn.Parameter] = []
         for logical in parameters:
             parameter = model.get_parameter(logical.name)
@@ -82,7 +85,8 @@ class FSDPModel(ParallelModel):
             part = _slice(logical, parameter)
             if part.main.numel():
                 _fill(part, logical, initial(logical).flatten())
-                self.slices.append(part)
+                slices.append(part)
+        self.slices = slices
 
     def begin_window(self) -> None:
         """Drop the gradients of the previous window."""
@@ -110,13 +114,31 @@ class FSDPModel(ParallelModel):
     def reduce(self) -> None:
         """Nothing: FSDP2 has reduced in backward."""
 
-    def gather(self, index: int) -> None:
-        """Nothing: FSDP2 gathers before each forward."""
+    def gather(self, owned: OwnedSlice) -> None:
+        """Do nothing: FSDP2 gathers before each forward."""
 
-    def wait(self) -> None:
-        """Free the gathered weights, before the shards are read or written."""
+    def wait_for_weights(self) -> None:
+        """Do nothing: no gather is under way outside of forward and backward."""
+
+    def release_gathered_weights(self) -> None:
+        """Reshard all modules, so that the parameters are the shards."""
         for module in self.modules:
             module.reshard()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FSDPSlice(OwnedSlice):
+    """This rank's shard of one parameter."""
+
+    parameter: DTensor
+
+    def gradient(self) -> Tensor:
+        """The shard of the gradient; zeros if no micro-batch used the parameter."""
+        grad = self.parameter.grad
+        if grad is None:
+            return torch.zeros_like(self.main)
+        assert isinstance(grad, DTensor)
+        return grad.to_local().view(-1)
 
 
 def _fully_shard(model: LanguageModel, mesh: Mesh, config: ParallelConfig) -> None:
@@ -150,23 +172,14 @@ def _fully_shard(model: LanguageModel, mesh: Mesh, config: ParallelConfig) -> No
     fully_shard(model, mesh=dense, mp_policy=policy, reshard_after_forward=False)
 
 
-def _slice(logical: LogicalParameter, parameter: DTensor) -> MainSlice:
+def _slice(logical: LogicalParameter, parameter: DTensor) -> FSDPSlice:
     """This rank's shard of a parameter, as a slice with one shard."""
     local = parameter.to_local().detach()
     assert local.is_contiguous()
-
-    def gradient() -> Tensor:
-        grad = parameter.grad
-        if grad is None:  # No micro-batch of the window used the parameter.
-            return torch.zeros_like(local).view(-1)
-        assert isinstance(grad, DTensor)
-        return grad.to_local().view(-1)
-
     shard = ParameterShard(
         name=logical.name, shape=logical.shape, chunks=_chunks(logical, parameter), start=0
     )
-    main = local.view(-1)
-    return MainSlice(main=main, model=main, gradient=gradient, shards=(shard,))
+    return FSDPSlice(main=local.view(-1), model_copy=None, shards=(shard,), parameter=parameter)
 
 
 def _chunks(logical: LogicalParameter, parameter: DTensor) -> tuple[tuple[int, int], ...]:
@@ -188,7 +201,7 @@ def _chunks(logical: LogicalParameter, parameter: DTensor) -> tuple[tuple[int, i
     return tuple((base + index * stride, length * inner) for index in outer if length)
 
 
-def _fill(part: MainSlice, logical: LogicalParameter, value: Tensor) -> None:
+def _fill(part: FSDPSlice, logical: LogicalParameter, value: Tensor) -> None:
     """Copy this rank's ranges of a parameter's flattened initial value into its slice."""
     base = logical.local_offset
     chunks = part.shards[0].chunks

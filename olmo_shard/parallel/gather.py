@@ -28,49 +28,53 @@ class BucketGather:
         self, model: nn.Module, buckets: list[FlatBucket], comm_stream: CommStream, *, overlap: bool
     ) -> None:
         self.buckets, self.comm_stream, self.overlap = buckets, comm_stream, overlap
-        self._under_way: dict[int, Work] = {}
-        """Gathers that have been started and not been awaited, by the index of their bucket."""
-        bucket_of = {name: i for i, bucket in enumerate(buckets) for name in bucket.names}
-        needed: dict[nn.Module, set[int]] = {}
+        self._under_way: dict[FlatBucket, Work] = {}
+        """Gathers that have been started and not been awaited."""
+        bucket_of = {name: bucket for bucket in buckets for name in bucket.names}
+        needed: dict[nn.Module, set[FlatBucket]] = {}
         for name, readers in parameter_readers(model).items():
             for reader in readers:
                 needed.setdefault(reader, set()).add(bucket_of[name])
-        for module, indices in needed.items():
-            self._await_before(module, sorted(indices))
+        for module, read_first in needed.items():
+            self._await_before(module, [bucket for bucket in buckets if bucket in read_first])
 
-    def start(self, index: int) -> None:
-        """Start to gather a bucket. This rank's slice of the bucket must be up to date."""
-        assert index not in self._under_way, "the previous gather of this bucket was never awaited"
-        bucket = self.buckets[index]
+    def start(self, bucket: FlatBucket) -> None:
+        """Start to gather a bucket after the update of this rank's slice."""
+        assert bucket not in self._under_way, "the previous gather of this bucket was never awaited"
 
         def launch() -> Work:
-            return all_gather_start(bucket.weights, bucket.owned.model, bucket.group, kind="gather")
+            """Start the bucket's all-gather."""
+            return all_gather_start(
+                bucket.weights, bucket.model_weights, bucket.group, kind="gather"
+            )
 
-        self._under_way[index] = self.comm_stream.start(launch)
+        self._under_way[bucket] = self.comm_stream.start(launch)
         if not self.overlap:
-            self._wait_for([index])
+            self._wait_for([bucket])
 
     def wait(self) -> None:
         """Wait for all buckets."""
         self._wait_for(list(self._under_way))
 
-    def _wait_for(self, indices: list[int]) -> None:
-        for index in indices:
-            work = self._under_way.pop(index, None)
+    def _wait_for(self, buckets: list[FlatBucket]) -> None:
+        for bucket in buckets:
+            work = self._under_way.pop(bucket, None)
             if work is not None:
                 work.wait()
 
-    def _await_before(self, module: nn.Module, indices: list[int]) -> None:
+    def _await_before(self, module: nn.Module, buckets: list[FlatBucket]) -> None:
         """Wait for buckets before a module's forward, and before its other entry points."""
-        module.register_forward_pre_hook(lambda *_: self._wait_for(indices))
+        module.register_forward_pre_hook(lambda *_: self._wait_for(buckets))
         # Hooks run around ``forward`` only. Only whole models have other entry points.
         for name in getattr(module, "entry_points", ()):
-            setattr(module, name, self._after_wait(getattr(module, name), indices))
+            setattr(module, name, self._after_wait(getattr(module, name), buckets))
 
-    def _after_wait(self, method: Callable[..., Any], indices: list[int]) -> Callable[..., Any]:
+    def _after_wait(
+        self, method: Callable[..., Any], buckets: list[FlatBucket]
+    ) -> Callable[..., Any]:
         @wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
-            self._wait_for(indices)
+            self._wait_for(buckets)
             return method(*args, **kwargs)
 
         return run

@@ -29,6 +29,6 @@ def _loss(parallel_model: ParallelModel, validation: ValidationSet, mesh: Mesh) 
         output = parallel_model.model(*batch)
         total += torch.stack([output.cross_entropy.double(), batch.num_labelled().double()])
     # A lost peer makes the loss NaN. Raise here, with the reason, instead.
-    parallel_model.check()
+    parallel_model.raise_if_peer_lost()
     collectives.all_reduce(total, mesh.control, kind="eval")
     return mean_over(int(total[1]), total[0])

@@ -13,6 +13,8 @@ from olmo_shard.data.source import open_sources
 from olmo_shard.data.token_file import TokenFile
 from olmo_shard.errors import DataError
 from olmo_shard.kernels.backend import Backend, choose_backend
+from olmo_shard.nn.transformer import Transformer
+from olmo_shard.optim.parameter_groups import describe_groups, group_parameters
 from olmo_shard.optim.schedule import check_schedule
 from olmo_shard.parallel.dispatchers import describe_dispatcher
 from olmo_shard.parallel.transport_candidate import DispatchRequest
@@ -54,7 +56,20 @@ def check_start(config: Config) -> list[str]:
     elif config.checkpoint.init_from:
         read_state(Path(config.checkpoint.init_from))
     check_schedule(loader.total_steps(step), config.schedule)
-    return [*describe_data(loader, step), f"end       {describe_end(loader, step)}"]
+    end = f"end       {describe_end(loader, step)}"
+    return [*describe_data(loader, step), *check_parameter_groups(config), end]
+
+
+def check_parameter_groups(config: Config) -> list[str]:
+    """Check ``optim.groups`` against the names of the model's parameters.
+
+    :returns: one line per parameter group for the log.
+    :raises ConfigurationError: if a pattern matches no parameter, or a group gets none.
+    """
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    return describe_groups(group_parameters(sizes, config.optim))
 
 
 def check_dispatch(config: Config, num_ranks: int) -> str:

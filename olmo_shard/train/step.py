@@ -86,7 +86,7 @@ class TrainStep:
             sums=global_sums,
             bias_range_L=self._bias_range(),
             local_sums=local,
-            squares=result.squares,
+            squares=result.squared_norms,
             limits=limits,
             comm_stats=sent,
             received_LN=received_LN,
@@ -135,7 +135,7 @@ class TrainStep:
                 return labelled
             # The first of the sums is the cross-entropy. Its mean over no labels is NaN, which the
             # filter refuses, so such a batch never enters the filter's window.
-            return labelled & spikes.judge(torch.stack([sums[0] / tokens, grad_norm]))
+            return labelled & spikes.should_apply(torch.stack([sums[0] / tokens, grad_norm]))
 
         return self.optimizer.step(lr, extra, should_apply)
 
@@ -149,7 +149,7 @@ class TrainStep:
         :raises LostPeerError: if a transport has waited for a peer in vain.
         """
         parallel_model = self.optimizer.parallel_model
-        parallel_model.check()
+        parallel_model.raise_if_peer_lost()
         norm = float(output.grad_norm)
         if not math.isfinite(norm):
             layers = {id(layer) for layer in self._moe_layers}

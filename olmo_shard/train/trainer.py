@@ -89,7 +89,7 @@ class Trainer:
 
             # End: read the last step, and wait for its weights, which no further forward awaits.
             self._report()
-            self.optimizer.parallel_model.wait()
+            self.optimizer.parallel_model.wait_for_weights()
             return [line for callback in self.callbacks for line in callback.on_end()]
         except BaseException as error:
             # Callbacks close their files and show the error, whatever it is.

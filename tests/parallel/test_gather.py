@@ -166,7 +166,7 @@ def late_case(rank: Runtime, model: dict[str, Any], parallel: dict[str, Any], la
         train(step, rank, 1, 4, lr=1e-2, start=3)
         results.append({name: w.tolist() for name, w in step.model.state_dict().items()})
         train(step, rank, 1, 4, lr=1e-2, start=4)
-        step.optimizer.parallel_model.wait()
+        step.optimizer.parallel_model.wait_for_weights()
         results.append({name: p.tolist() for name, p in step.model.named_parameters()})
     finally:
         gather.all_gather_start = original
@@ -192,7 +192,7 @@ def test_every_reader_waits_for_its_weights(
 
 
 def under_way_case(rank: Runtime, family: str, overlap: bool) -> tuple[int, int, int, int]:
-    """Gathers under way after a step, before block 1, after a forward, and after ``wait``."""
+    """Gathers under way after a step, before block 1, after a forward and after the wait."""
     parallel = {"ddp": {"bucket_cap_mb": 0.01, "overlap_param_gather": overlap}}
     step = build(rank, model_config(family=family), parallel, {"name": "sgd"})
     train(step, rank, 1, 4)
@@ -207,7 +207,7 @@ def under_way_case(rank: Runtime, family: str, overlap: bool) -> tuple[int, int,
     handle.remove()
     after_forward = len(under_way)
     train(step, rank, 1, 4)
-    step.optimizer.parallel_model.wait()
+    step.optimizer.parallel_model.wait_for_weights()
     return after_step, before_block[0], after_forward, len(under_way)
 
 
@@ -229,7 +229,7 @@ def test_a_model_with_undeclared_code_waits_for_all_weights_before_its_forward(r
 
 def slices_case(rank: Runtime) -> list[list[str]]:
     step = build(rank, model_config(), {"ddp": {"bucket_cap_mb": 0.01}}, {"name": "sgd"})
-    return [[shard.name for shard in part.shards] for part in step.optimizer.slices]
+    return [[shard.name for shard in s.shards] for s in step.optimizer.parallel_model.slices]
 
 
 def test_slices_come_in_the_order_of_forward(ranks: Any) -> None:

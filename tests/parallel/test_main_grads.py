@@ -1,4 +1,4 @@
-"""Where the gradients of routed experts add up: in place where a window's are FP32. Gloo, in CI."""
+"""Where the gradients of routed experts add up: in place where a window's are FP32."""
 
 import warnings
 from typing import Any
@@ -45,7 +45,9 @@ def places_case(rank: Runtime, parallel: dict[str, Any]) -> tuple[set[int], set[
         ({"mode": "fsdp"}, False),
     ],
 )
-def test_experts_add_to_the_windows_gradients_where_those_are_fp32(ranks, parallel, in_place):
+def test_experts_add_to_the_windows_gradients_where_those_are_fp32(
+    ranks: Any, parallel: dict[str, Any], in_place: bool
+) -> None:
     for told, there in ranks(2).run(places_case, parallel):
         assert told == (there if in_place else set())
         assert not in_place or len(there) == 4  # two layers, two weights each

@@ -144,7 +144,7 @@ def figures(output: StepOutput) -> tuple[float, float]:
 def owned(step: TrainStep) -> dict[str, list[tuple[int, list[float]]]]:
     """This rank's main weights: by name, (offset in the logical tensor, values) of each chunk."""
     found: dict[str, list[tuple[int, list[float]]]] = {}
-    for shard, main in mains(step).values():
+    for shard, main in main_weights(step).values():
         start = 0
         for offset, length in shard.chunks:
             values = main[start : start + length].tolist()
@@ -153,9 +153,16 @@ def owned(step: TrainStep) -> dict[str, list[tuple[int, list[float]]]]:
     return found
 
 
-def mains(step: TrainStep) -> dict[str, tuple[ParameterShard, Tensor]]:
+def main_weights(step: TrainStep) -> dict[str, tuple[ParameterShard, Tensor]]:
     """This rank's shards by name, with their main weights."""
-    return {s.name: (s, s.of(part.main)) for part in step.optimizer.slices for s in part.shards}
+    slices = step.optimizer.parallel_model.slices
+    return {shard.name: (shard, shard.of(s.main)) for s in slices for shard in s.shards}
+
+
+def optimizer_tensors(optimizer: DistributedOptimizer) -> list[Tensor]:
+    """Main weights and state of all slices of this rank, and the number of steps applied."""
+    tensors = [tensor for part in optimizer.slices for tensor in part.tensors().values()]
+    return [*tensors, optimizer.step_count]
 
 
 def assemble(parts: list[dict[str, list[tuple[int, list[float]]]]]) -> dict[str, Tensor]:

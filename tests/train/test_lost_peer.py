@@ -19,7 +19,7 @@ def lost_case(rank: Runtime) -> list[str]:
     output = train(step, rank, 1, 4)[0]
     parallel_model = step.optimizer.parallel_model
     assert parallel_model.dispatcher_choice is not None
-    parallel_model.check()
+    parallel_model.raise_if_peer_lost()
 
     def check() -> None:
         raise LostPeerError("rank 1 is missing")

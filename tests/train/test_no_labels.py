@@ -25,7 +25,14 @@ from olmo_shard.train.records import read_records
 from olmo_shard.train.step import TrainStep
 from tests.support.configs import write_config
 from tests.support.ranks import RankGroup, mesh_of
-from tests.support.tiny import build, meta_model, model_config, train, window_of
+from tests.support.tiny import (
+    build,
+    meta_model,
+    model_config,
+    optimizer_tensors,
+    train,
+    window_of,
+)
 
 
 def without_labels(window: list[MicroBatch]) -> list[MicroBatch]:
@@ -37,9 +44,9 @@ def without_labels(window: list[MicroBatch]) -> list[MicroBatch]:
 def whole_state(step: TrainStep) -> list[Tensor]:
     """Copies of all that a step may move: weights, moments, Adam's t, bias, counts, filter."""
     optimizer, spikes = step.optimizer, step.spikes
-    optimizer.parallel_model.wait()
-    tensors = [*optimizer.exp_avgs, *optimizer.exp_avg_sqs, optimizer.step_count]
-    tensors += [part.main for part in optimizer.slices]
+    optimizer.parallel_model.wait_for_weights()
+    optimizer.parallel_model.release_gathered_weights()
+    tensors = optimizer_tensors(optimizer)
     tensors += [*step.model.parameters(), *step.model.buffers()]
     tensors += [] if spikes is None else [spikes.values, spikes.count]
     return [tensor.detach().clone() for tensor in tensors]

@@ -1,5 +1,5 @@
-"""AdamW on flat FP32 tensors in one pass, with the compute-precision copy (Loshchilov and Hutter,
-2019)::
+"""AdamW on flat FP32 tensors in one pass, which also writes the model's copy of the weights
+(Loshchilov and Hutter, 2019)::
 
     g = g / divisor
     m = beta1 m + (1 - beta1) g
@@ -11,9 +11,11 @@ with correction1 = 1 - beta1^t and correction2 = sqrt(1 - beta2^t).
 Example: w = 1, g = 4, m = v = 0, t = 1, divisor 2, lr 0.1, decay 0.5, beta1 0.9, beta2 0.99 give
 g = 2, m = 0.2, v = 0.04, corrections 0.1 and 0.1, and w = 1 x 0.95 - 0.1 x 2 / 2 = 0.85.
 
-Divisor, skip and corrections are known on the device alone, and are read there. If skip is not zero
-nothing moves. Bytes moved per element: 16 read and 12 written, and 2 more for a bf16 copy. FLOPs
-per element: about 15.
+Divisor, skip and corrections are known only on the device, and the kernel reads them there. If skip
+is not zero the kernel writes nothing. Bytes moved per element: 16 read and 12 written, and 2 more
+for a bf16 copy. FLOPs per element: about 15.
+
+Shape letters: n elements of a slice or of a part of a slice.
 """
 
 from typing import NamedTuple
@@ -25,27 +27,29 @@ from olmo_shard.kernels.backend import Backend
 from olmo_shard.kernels.language import tl, triton
 
 BLOCK = 1024
+"""Elements per Triton program."""
 
 
 class AdamWTensors(NamedTuple):
-    """All [n], contiguous; ``main``, ``exp_avg``, ``exp_avg_sq`` and ``model`` are written."""
+    """Contiguous tensors [n]. An update writes all of them but ``grad``."""
 
     main: Tensor
-    """FP32."""
+    """FP32: main weights."""
     grad: Tensor
-    """FP32."""
+    """FP32: gradient, before the division by ``divisor``."""
     exp_avg: Tensor
-    """FP32."""
+    """FP32: first moment m."""
     exp_avg_sq: Tensor
-    """FP32."""
-    model: Tensor
-    """Where the new weights go in compute precision; may be ``main``."""
+    """FP32: second moment v."""
+    model: Tensor | None = None
+    """Compute precision: the model's copy of the weights; ``None`` if ``main`` is the model's."""
 
 
 class AdamWRates(NamedTuple):
-    """What the host knows."""
+    """Values that are known on the host."""
 
     lr: float
+    """Learning rate of these weights: the step's, times the multiplier of their group."""
     weight_decay: float
     beta1: float
     beta2: float
@@ -55,7 +59,7 @@ class AdamWRates(NamedTuple):
 def pack_scalars(divisor: Tensor, skip: Tensor, step: Tensor, beta1: float, beta2: float) -> Tensor:
     """FP32 [4] on the device: divisor, skip, correction1, correction2.
 
-    Corrections in FP64: at t = 1 and beta 0.999 an FP32 power would be off by 6e-5.
+    The corrections are computed in FP64: at t = 1 and beta 0.999 an FP32 power is off by 6e-5.
 
     :param step: t, this step included.
     """
@@ -94,6 +98,7 @@ def _adamw_kernel(
         grad = tl.load(grad_ptr + offsets, mask=mask) / divisor
         exp_avg = tl.load(exp_avg_ptr + offsets, mask=mask)
         exp_avg_sq = tl.load(exp_avg_sq_ptr + offsets, mask=mask)
+        # m + (1 - beta) (g - m), the form of torch.lerp and of torch's fused AdamW.
         exp_avg += one_minus_beta1 * (grad - exp_avg)
         exp_avg_sq += one_minus_beta2 * (grad * grad - exp_avg_sq)
         denominator = tl.sqrt_rn(exp_avg_sq) / correction2 + eps
@@ -106,14 +111,21 @@ def _adamw_kernel(
 
 
 def adamw_triton(tensors: AdamWTensors, scalars: Tensor, rates: AdamWRates) -> None:
-    """The launcher."""
-    numel = tensors.main.numel()
+    """Launch the kernel.
+
+    :param scalars: FP32 [4], what ``pack_scalars`` returned.
+    """
+    main, grad, exp_avg, exp_avg_sq, model = tensors
+    numel = main.numel()
     if numel == 0:
         return
-    write_model = tensors.model.data_ptr() != tensors.main.data_ptr()
-    # Subtracted here, in FP64: 1 - 0.9999 in FP32 would be off by 1.7e-4.
+    # 1 - beta is computed here in FP64: 1 - 0.9999 in FP32 would be off by 1.7e-4.
     _adamw_kernel[(triton.cdiv(numel, BLOCK),)](
-        *tensors,
+        main,
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        main if model is None else model,
         scalars,
         numel,
         rates.lr,
@@ -121,13 +133,13 @@ def adamw_triton(tensors: AdamWTensors, scalars: Tensor, rates: AdamWRates) -> N
         1 - rates.beta1,
         1 - rates.beta2,
         rates.eps,
-        WRITE_MODEL=write_model,
+        WRITE_MODEL=model is not None,
         BLOCK=BLOCK,
     )
 
 
 def adamw_ref(tensors: AdamWTensors, scalars: Tensor, rates: AdamWRates) -> None:
-    """The same in plain torch."""
+    """The update in plain torch."""
     main, grad, exp_avg, exp_avg_sq, model = tensors
     divisor, skip, correction1, correction2 = scalars
     g = grad / divisor
@@ -136,7 +148,8 @@ def adamw_ref(tensors: AdamWTensors, scalars: Tensor, rates: AdamWRates) -> None
     update = (m / correction1) / (v.sqrt() / correction2 + rates.eps)
     w = main * (1 - rates.lr * rates.weight_decay) - rates.lr * update
     for old, new in ((main, w), (exp_avg, m), (exp_avg_sq, v), (model, w)):
-        old.copy_(torch.where(skip == 0, new, old))
+        if old is not None:
+            old.copy_(torch.where(skip == 0, new, old))
 
 
 @torch.library.custom_op(
@@ -152,8 +165,7 @@ def _adamw_op(
     rates: list[float],
     backend: str,
 ) -> None:
-    """:param model: null where it is ``main``, since no two arguments may be the same tensor."""
-    tensors = AdamWTensors(main, grad, exp_avg, exp_avg_sq, main if model is None else model)
+    tensors = AdamWTensors(main, grad, exp_avg, exp_avg_sq, model)
     run = adamw_ref if backend == "reference" else adamw_triton
     run(tensors, scalars, AdamWRates(*rates))
 
@@ -161,10 +173,8 @@ def _adamw_op(
 def adamw(
     tensors: AdamWTensors, scalars: Tensor, rates: AdamWRates, backend: Backend = "triton"
 ) -> None:
-    """Update in place.
+    """Apply one step of AdamW in place.
 
-    :param scalars: what ``pack_scalars`` returned.
+    :param scalars: FP32 [4], what ``pack_scalars`` returned.
     """
-    main, grad, exp_avg, exp_avg_sq, model = tensors
-    other = None if model.data_ptr() == main.data_ptr() else model
-    _adamw_op(main, grad, exp_avg, exp_avg_sq, other, scalars, list(rates), backend)
+    _adamw_op(*tensors, scalars, list(rates), backend)

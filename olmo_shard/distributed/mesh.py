@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from olmo_shard.config.layout import check_expert_groups
 from olmo_shard.distributed.runtime import Runtime
-from olmo_shard.errors import ConfigurationError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +60,7 @@ def build_mesh(runtime: Runtime, expert_parallel: int = 1) -> Mesh:
     :raises ConfigurationError: where it does not divide the number of ranks.
     """
     size, ep = runtime.world_size, expert_parallel
-    if size % ep:
-        raise ConfigurationError(f"expert_parallel = {ep} does not divide the {size} rank(s)")
+    check_expert_groups(ep, size)
     everyone = list(range(size))
     ep_groups = [everyone[start : start + ep] for start in range(0, size, ep)]
     ep_dp_groups = [everyone[start::ep] for start in range(ep)]

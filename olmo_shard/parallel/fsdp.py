@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from olmo_shard.config import ParallelConfig
-from olmo_shard.config.root import fills_all
+from olmo_shard.config.layout import leaves_no_rank_empty
 from olmo_shard.distributed.mesh import Mesh
 from olmo_shard.nn.experts import RoutedExperts
 from olmo_shard.nn.transformer import Block
@@ -106,7 +106,7 @@ def _fully_shard(model: nn.Module, mesh: Mesh, config: ParallelConfig) -> None:
     for module in model.modules():
         if isinstance(module, RoutedExperts):
             # Where a cut of the experts would leave a rank without one, cut dimension 1.
-            cut = Shard(0 if fills_all(module.w_down.shape[0], mesh.ep_dp.size()) else 1)
+            cut = Shard(0 if leaves_no_rank_empty(module.w_down.shape[0], mesh.ep_dp.size()) else 1)
             fully_shard(
                 module,
                 mesh=expert,

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ORDER = [
     "errors", "config", "data", "distributed", "kernels", "dispatch", "nn", "parallel", "optim",
-    "train", "experiment", "tools", "cli",
+    "train", "experiment", "check", "cli",
 ]  # fmt: skip
 
 

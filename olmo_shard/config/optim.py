@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from olmo_shard.config.base import Section
+from olmo_shard.config.section import Section
 
 
 class ParameterGroupConfig(Section):

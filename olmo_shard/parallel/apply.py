@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from olmo_shard.config import ParallelConfig
+from olmo_shard.config.layout import experts_problem
 from olmo_shard.distributed.mesh import Mesh
 from olmo_shard.errors import ConfigurationError
 from olmo_shard.kernels.backend import choose_backend
@@ -72,11 +73,8 @@ def _check(model: LanguageModel, mesh: Mesh, config: ParallelConfig) -> None:
             f"{config.expert_parallel}"
         )
     moe = model.config.moe
-    if moe is not None and moe.num_experts % config.expert_parallel:
-        raise ConfigurationError(
-            f"expert_parallel = {config.expert_parallel} does not divide num_experts = "
-            f"{moe.num_experts}"
-        )
+    if moe is not None and (problem := experts_problem(config.expert_parallel, moe.num_experts)):
+        raise ConfigurationError(problem)
 
 
 def _local_shape(logical: LogicalParameter) -> torch.Size:

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from olmo_shard.config import ParallelConfig
-from olmo_shard.config.root import fills_all
+from olmo_shard.config.layout import leaves_no_rank_empty
 from olmo_shard.distributed.mesh import Mesh
 from olmo_shard.kernels.backend import Backend
 from olmo_shard.nn.experts import RoutedExperts
@@ -158,7 +158,8 @@ def _fully_shard(model: LanguageModel, mesh: Mesh, config: ParallelConfig) -> No
     for module in model.modules():
         if isinstance(module, RoutedExperts):
             # Split along the experts, unless a rank would get none: then along dimension 1.
-            cut = Shard(0 if fills_all(module.w_down.shape[0], mesh.ep_dp.size()) else 1)
+            num_experts, ranks = module.w_down.shape[0], mesh.ep_dp.size()
+            cut = Shard(0 if leaves_no_rank_empty(num_experts, ranks) else 1)
             fully_shard(
                 module,
                 mesh=expert,

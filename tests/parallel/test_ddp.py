@@ -231,4 +231,6 @@ def test_what_parallelize_cannot_spread_is_refused(ranks: Any) -> None:
     for messages in ranks(2).run(real_case):
         assert "build the model under torch.device('meta')" in messages[0]
         assert messages[1] == "the mesh has expert_parallel = 1, the config 2"
-        assert messages[2] == "expert_parallel = 2 does not divide num_experts = 3"
+        assert messages[2] == (
+            "parallel.expert_parallel = 2 does not divide model.moe.num_experts = 3"
+        )

@@ -1,8 +1,11 @@
-"""How token rows would travel, said before anything starts. Runs in CI."""
+"""How token rows would travel, said before anything starts."""
+
+from pathlib import Path
 
 import pytest
 
 from olmo_shard.parallel import rowwise_on_cpu
+from tests.support.commands import Main
 from tests.support.configs import write_config
 
 
@@ -40,7 +43,9 @@ from tests.support.configs import write_config
         ),
     ],
 )
-def test_a_check_says_how_rows_would_travel(tmp_path, main, monkeypatch, overrides, said):
+def test_a_check_says_how_rows_would_travel(
+    tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch, overrides: list[str], said: str
+) -> None:
     monkeypatch.setattr(rowwise_on_cpu, "available_memory", lambda: 5_000_000)
     code, printed = main("check", write_config(tmp_path), *overrides)
     assert code == 0, printed
@@ -49,8 +54,8 @@ def test_a_check_says_how_rows_would_travel(tmp_path, main, monkeypatch, overrid
 
 @pytest.mark.parametrize("command", ["check", "train"])
 def test_mailboxes_that_do_not_fit_are_refused_before_any_rank_starts(
-    tmp_path, main, monkeypatch, command
-):
+    tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
     monkeypatch.setattr(rowwise_on_cpu, "available_memory", lambda: 10_000)
     wanted = ["parallel.expert_parallel=2", "parallel.dispatch=rowwise", "--nproc", "2"]
     code, printed = main(command, write_config(tmp_path), *wanted)
@@ -63,7 +68,7 @@ def test_mailboxes_that_do_not_fit_are_refused_before_any_rank_starts(
 
 
 @pytest.mark.parametrize("command", ["check", "train"])
-def test_triton_on_a_cpu_is_refused(tmp_path, main, command):
+def test_triton_on_a_cpu_is_refused(tmp_path: Path, main: Main, command: str) -> None:
     code, printed = main(command, write_config(tmp_path), "parallel.kernels=triton")
     assert code == 2
     assert "parallel.kernels = triton needs a GPU, this is a run on cpu" in printed

@@ -1,4 +1,4 @@
-"""The text of one record: a JSON object or a Parquet row."""
+"""The text field of one record: of a JSON object or a Parquet row."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,11 +9,11 @@ _KINDS = {bool: "a boolean", int: "a number", float: "a number", dict: "an objec
 
 
 def pick(record: Any, field: str) -> Any:
-    """The value of a field; dots in its name lead into nested objects.
+    """Return the value of a field.
 
-    A key that holds the dots itself comes first.
-
-    :raises BadInputError: where the record has no such field.
+    :param field: name of the field; dots lead into nested objects. A key that contains the dots
+        itself wins.
+    :raises BadInputError: if the record has no such field.
     """
     if not isinstance(record, Mapping):
         raise BadInputError(f"no string in field {field!r} (--text-field): not a JSON object")
@@ -31,10 +31,10 @@ def pick(record: Any, field: str) -> Any:
 
 
 def as_text(value: Any, field: str, place: str, report: Report) -> str:
-    """The string of a field, with replacements counted.
+    """Return the value of a field as text, and count what had to be replaced.
 
     :param place: file and line or row, for the counts.
-    :raises BadInputError: where the value is no string.
+    :raises BadInputError: if the value is neither a string nor UTF-8 bytes.
     """
     if isinstance(value, bytes):
         try:
@@ -45,7 +45,7 @@ def as_text(value: Any, field: str, place: str, report: Report) -> str:
         raise BadInputError(f"no string in field {field!r} (--text-field): {_kind(value)}")
     if "\x00" in value:
         report.count(NUL, place, value.count("\x00"))
-    # Half a surrogate pair is valid in JSON, and no text.
+    # JSON allows half of a surrogate pair, which no UTF-8 text contains.
     text = value.encode("utf-8", errors="replace").decode("utf-8")
     if text != value:
         halves = sum("\ud800" <= character <= "\udfff" for character in value)
@@ -54,6 +54,7 @@ def as_text(value: Any, field: str, place: str, report: Report) -> str:
 
 
 def _kind(value: Any) -> str:
+    """A clause about a value that is not a string."""
     if value is None:
         return "the value is null"
     if isinstance(value, list):
@@ -62,7 +63,7 @@ def _kind(value: Any) -> str:
 
 
 def _field_names(record: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Names of all fields, nested ones with dots."""
+    """Dotted names of all fields, nested ones included."""
     names: list[str] = []
     for key, value in record.items():
         nested = isinstance(value, Mapping) and value

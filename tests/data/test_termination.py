@@ -1,4 +1,4 @@
-"""Signals end prepare inside of native code, and leave nothing. Runs in CI."""
+"""Signals end prepare inside of native code, and leave nothing."""
 
 import random
 import signal
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from olmo_shard.data.signals import call_in_thread
+from olmo_shard.data.termination import call_in_thread
 from olmo_shard.errors import DataError
 
 TRAINING = """
@@ -43,7 +43,7 @@ cli.main()
 
 
 @pytest.fixture(scope="module")
-def many_words(tmp_path_factory) -> Path:
+def many_words(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Text from which a large vocabulary takes minutes to train."""
     generator = random.Random(0)
     letters = "abcdefghijklmnopqrstuvwxyz"
@@ -69,7 +69,9 @@ def run_until_signal(code: str, number: int, *arguments: object) -> tuple[int, s
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_training_of_a_tokenizer(tmp_path, many_words, number):
+def test_a_signal_ends_the_training_of_a_tokenizer(
+    tmp_path: Path, many_words: Path, number: signal.Signals
+) -> None:
     out = tmp_path / "deep" / "out"
     arguments = (many_words, "--train-bpe", 200_000, "--out", out)
     code, errors = run_until_signal(TRAINING, number, *arguments)
@@ -78,7 +80,9 @@ def test_a_signal_ends_the_training_of_a_tokenizer(tmp_path, many_words, number)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_the_encoding_and_removes_the_files(tmp_path, number):
+def test_a_signal_ends_the_encoding_and_removes_the_files(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     (tmp_path / "a.txt").write_text("a few words " * 50)
     arguments = (tmp_path / "a.txt", "--train-bpe", 260, "--out", tmp_path / "out")
     code, errors = run_until_signal(ENCODING, number, *arguments)
@@ -86,9 +90,9 @@ def test_a_signal_ends_the_encoding_and_removes_the_files(tmp_path, number):
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
-def test_an_ignored_signal_stays_ignored():
+def test_an_ignored_signal_stays_ignored() -> None:
     code = (
-        "import os, signal; from olmo_shard.data.signals import ended_by_signals\n"
+        "import os, signal; from olmo_shard.data.termination import ended_by_signals\n"
         "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
         "with ended_by_signals(): os.kill(os.getpid(), signal.SIGHUP)\n"
         "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
@@ -97,7 +101,7 @@ def test_an_ignored_signal_stays_ignored():
     assert (result.returncode, result.stdout) == (0, "True\n")
 
 
-def test_results_and_errors_come_back_from_the_thread():
+def test_results_and_errors_come_back_from_the_thread() -> None:
     def fail() -> None:
         raise DataError("named")
 

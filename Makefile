@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: train test test-fast test-slow check clean
+.PHONY: train test test-fast test-slow check docs clean
 
 train: .venv/installed data/stdlib/meta.json  ## train the demo on two local ranks
 	rm -rf runs/tiny
@@ -24,13 +24,16 @@ test-slow: .venv/installed-dev  ## slow tests, and numeric tests with other CPU 
 	$(OLD_KERNELS) $(BIN)/python -m pytest -m "numeric and not slow"
 	$(AVX2_KERNELS) $(BIN)/python -m pytest -m "numeric and not slow"
 
-check: .venv/installed-dev  ## lint, format, types
+check: .venv/installed-dev docs  ## lint, format, types, documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
 
+docs: .venv-docs/installed  ## build the documentation in site/; warnings are errors
+	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+
 clean:  ## remove what the other targets made
-	rm -rf .venv data runs build *.egg-info
+	rm -rf .venv .venv-docs data runs build site *.egg-info
 
 data/stdlib/meta.json: | .venv/installed
 	rm -rf data/stdlib
@@ -44,4 +47,11 @@ data/stdlib/meta.json: | .venv/installed
 
 .venv/installed-dev: .venv/installed
 	$(PIP) --editable '.[dev,data]'
+	touch $@
+
+# The tools of the documentation have an environment of their own: it needs no torch.
+.venv-docs/installed: docs/requirements.txt constraints.txt
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --requirement docs/requirements.txt
 	touch $@

@@ -1,5 +1,6 @@
 """The command line. Heavy packages are imported when a command runs, not before."""
 
+import faulthandler
 import signal
 import sys
 from pathlib import Path
@@ -121,7 +122,7 @@ def train(
                 f"{info.rank} of {info.world_size}: drop --nproc, or unset RANK and WORLD_SIZE "
                 "(under srun: SLURM_STEP_NUM_TASKS)"
             )
-        for note in info.notes:
+        for note in info.notes if info.rank == 0 else ():
             print(note)
         _run_rank(loaded, info)
         return
@@ -173,7 +174,11 @@ def _version(
 
 
 def main() -> None:
-    """Run a command. A user's mistake ends in one message and exit code 2, without a traceback."""
+    """Run a command. A user's mistake ends in one message and exit code 2, without a traceback.
+
+    SIGUSR2 prints the stacks of all threads; see ``distributed.rank_files``.
+    """
+    faulthandler.register(signal.SIGUSR2, file=2)
     # SIGTERM raises SystemExit, so that context managers clean up.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:

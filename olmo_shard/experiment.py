@@ -10,6 +10,7 @@ from olmo_shard.data.loader import DataLoader
 from olmo_shard.data.validation import ValidationSet, open_validation
 from olmo_shard.distributed.environment import RankInfo
 from olmo_shard.distributed.mesh import build_mesh
+from olmo_shard.distributed.rank_files import rank_files
 from olmo_shard.distributed.runtime import runtime
 from olmo_shard.nn.transformer import Transformer
 from olmo_shard.optim.sharded import DistributedOptimizer
@@ -49,7 +50,8 @@ def run(config: Config, info: RankInfo | None = None, *, scanned: bool = False) 
         check_inputs(planned, mesh)
         check_same_data(config.data, config.model.vocab_size, mesh.control)
 
-        with opened_run(Path(config.run.dir), mesh):
+        run_dir = Path(config.run.dir)
+        with opened_run(run_dir, mesh), rank_files(run_dir, mesh):
             # 3. Data: the same stream of sequences for every layout, and this rank's part of it.
             loader, validation = _open_data(config, rank, world_size)
 

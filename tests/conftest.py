@@ -47,6 +47,7 @@ CPU kernels, which add in other orders.
 PROCESSES = (
     "dispatch/test_rowwise.py",
     "dispatch/test_shared_memory.py",
+    "distributed/test_rank_files.py",
     "kernels/test_grouped_ptx.py",
     "kernels/test_transport_ahead.py",
     "test_cpu_kernels.py",

@@ -1,4 +1,4 @@
-"""The README tells the truth: its loop runs, and its commands exist. Runs on gloo, in CI."""
+"""The README is right: its loop runs on gloo, and its commands exist."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_loop_without_the_trainer_runs_on_two_ranks_and_learns(tmp_path):
+def test_the_loop_without_the_trainer_runs_on_two_ranks_and_learns(tmp_path: Path) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     script = tmp_path / "loop.py"
     script.write_text(block)
@@ -34,7 +34,7 @@ def test_the_loop_without_the_trainer_runs_on_two_ranks_and_learns(tmp_path):
     assert losses[-1] < losses[0] / 2
 
 
-def test_make_targets_and_configs_that_the_readme_names_exist():
+def test_make_targets_and_configs_that_the_readme_names_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in set(re.findall(r"^make (\w+)", README, flags=re.MULTILINE)):
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target

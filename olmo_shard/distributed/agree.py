@@ -1,4 +1,4 @@
-"""Things that all ranks must see alike."""
+"""Run an action on one rank or on all ranks, and make every rank see the same result or error."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,13 +12,18 @@ T = TypeVar("T")
 
 
 def on_every_rank(group: dist.ProcessGroup, action: Callable[[], T]) -> T:
-    """Run ``action`` on all ranks; if it fails on some, every rank raises the first one's error."""
+    """Run ``action`` on every rank of the group; return this rank's result. Collective.
+
+    :raises OlmoShardError: on every rank, if the action fails on some: the error of the lowest such
+        rank, with that rank's number.
+    """
     result: Any = None
     problem: OlmoShardError | None = None
     try:
         result = action()
     except OlmoShardError as error:
         problem = error
+    # All ranks exchange their errors, also those that succeeded: they must raise, too.
     for rank, other in enumerate(collectives.gather_objects(problem, group)):
         if other is not None:
             named = f"rank {dist.get_global_rank(group, rank)}: {other}"
@@ -27,10 +32,12 @@ def on_every_rank(group: dist.ProcessGroup, action: Callable[[], T]) -> T:
 
 
 def on_first_rank(group: dist.ProcessGroup, action: Callable[[], T]) -> T:
-    """Run ``action`` on the group's first rank; every rank gets its result, or raises its error.
+    """Run ``action`` on the group's first rank; return its result on every rank. Collective.
 
-    Ranks that ask a file system each for itself may get different answers, and then wait for each
-    other in different collectives.
+    Use it for questions to a file system: ranks that ask separately may get different answers, and
+    then wait for each other in different collectives.
+
+    :raises OlmoShardError: on every rank, if the action fails.
     """
     outcome: Any = None
     if group.rank() == 0:
@@ -38,6 +45,7 @@ def on_first_rank(group: dist.ProcessGroup, action: Callable[[], T]) -> T:
             outcome = action()
         except OlmoShardError as error:
             outcome = error
+    # An error travels as the result does, so no rank waits for one that has raised.
     outcome = collectives.broadcast_object(outcome, group)
     if isinstance(outcome, OlmoShardError):
         raise outcome

@@ -1,17 +1,17 @@
-"""The collectives in one spelling for gloo and NCCL and for every supported torch, with their cost
-counted.
+"""Collectives with one interface for gloo, NCCL and every supported torch; their cost is counted.
 
-Gradients are always summed, never averaged. A group of one communicates nothing and counts nothing.
-What ends in ``_start`` returns at once: neither inputs nor outputs may be touched before its
-``wait``.
+Gradients are summed, never averaged. A group of one rank communicates nothing and counts nothing.
+A function whose name ends in ``_start`` returns at once. Its inputs and outputs must not be touched
+before ``wait`` of the returned handle.
 
-[Note: gloo] Reduce-scatter and all-gather are built from sends and receives there. Gloo's own
-reduce-scatter moves as many bytes as an all-reduce; its all-to-all and all-gather use about half of
-a 1 Gbit/s link in 32 MiB messages (62 and 78 of 119 MB/s; sends and receives 119), and the latter
-goes through a temporary buffer as large as its output.
+[Note: gloo] On gloo, reduce-scatter and all-gather are built from sends and receives. Gloo's own
+reduce-scatter moves as many bytes as an all-reduce. Gloo's all-to-all and all-gather reach about
+half of a 1 Gbit/s link with 32 MiB messages: 62 and 78 MB/s of 119, which sends and receives reach.
+Gloo's all-gather also goes through a temporary buffer as large as its output.
 """
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from itertools import count
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from olmo_shard.distributed.comm_stats import comm_stats
+from olmo_shard.distributed.long_waits import long_waits
 from olmo_shard.distributed.work import AllOf, Work
 
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -31,11 +32,15 @@ T = TypeVar("T")
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup, *, kind: str) -> None:
-    """Sum over the group, in place."""
+    """Sum a tensor over the group, in place.
+
+    :param kind: name under which calls, bytes and waits are counted; so in all functions here.
+    """
     if group.size() > 1:
         # A ring sends each element (W - 1) / W times twice.
         comm_stats.add(kind, 2 * _remote_bytes(tensor, group))
-        Work(kind, tensor.device, dist.all_reduce(tensor, group=group, async_op=True)).wait()
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        Work(kind, tensor.device, work, group=group).wait()
 
 
 def reduce_scatter_start(
@@ -46,13 +51,13 @@ def reduce_scatter_start(
     kind: str,
     wire_dtype: torch.dtype | None = None,
 ) -> Work:
-    """Start to sum over the group in FP32 and keep this rank's slice.
+    """Start to sum over the group in FP32; each rank keeps its slice of the sum.
 
-    :param output: FP32 [n / W], may be the own slice of ``flat``.
-    :param flat: FP32 or bf16 [n], n a multiple of the group's size W; unchanged but for ``output``.
-    :param wire_dtype: type in which values travel; null: the type of ``flat``. In bf16 each rank's
-        value is rounded once, so a sum is off by at most 2^-8 x sum_r |value_r|, FP32 rounding and
-        values below the smallest normal number (2^-126) apart.
+    :param output: FP32 [n / W]; may be this rank's slice of ``flat``.
+    :param flat: FP32 or bf16 [n], n a multiple of the group's size W. Only ``output`` is written.
+    :param wire_dtype: type in which values travel; ``None`` means the type of ``flat``. In bf16
+        each rank's value is rounded once. A sum is then off by at most 2^-8 x sum_r |value_r|,
+        apart from FP32 rounding and from values below the smallest normal number (2^-126).
     """
     if group.size() == 1:
         if output.data_ptr() != flat.data_ptr():
@@ -62,23 +67,25 @@ def reduce_scatter_start(
     comm_stats.add(kind, _remote_bytes(outgoing, group))
     if flat.is_cuda and outgoing.dtype == output.dtype:
         work = _reduce_scatter_into(output, outgoing, group=group, async_op=True)
-        return Work(kind, flat.device, work)
+        return Work(kind, flat.device, work, group=group)
+    # The wire type differs, or the backend is gloo: exchange the slices, and sum them in `wait`.
     parts = list(outgoing.view(group.size(), -1))
     if flat.is_cuda:
         received = torch.empty_like(outgoing)
         work = dist.all_to_all_single(received, outgoing, group=group, async_op=True)
         incoming = list(received.view(group.size(), -1))
     else:
-        others = iter(outgoing.new_empty(group.size() - 1, len(parts[0])))
-        incoming = [parts[r] if r == group.rank() else next(others) for r in range(group.size())]
+        buffers = iter(outgoing.new_empty(group.size() - 1, len(parts[0])))
+        incoming = [parts[r] if r == group.rank() else next(buffers) for r in range(group.size())]
         work = _exchange(parts, incoming, group)
-    return Work(kind, flat.device, work, lambda: _sum_in_rank_order(incoming, output))
+    return Work(kind, flat.device, work, lambda: _sum_in_rank_order(incoming, output), group=group)
 
 
 def all_gather_start(flat: Tensor, own: Tensor, group: dist.ProcessGroup, *, kind: str) -> Work:
-    """Start to fill ``flat`` [n] with the slices ``own`` [n / W] of all ranks.
+    """Start to collect the slices of all ranks.
 
-    :param own: may be this rank's slice of ``flat``.
+    :param flat: [n], filled with the slices in rank order.
+    :param own: [n / W], this rank's slice; may be a view of its place in ``flat``.
     """
     if group.size() == 1:
         if own.data_ptr() != flat.data_ptr():
@@ -87,26 +94,28 @@ def all_gather_start(flat: Tensor, own: Tensor, group: dist.ProcessGroup, *, kin
     comm_stats.add(kind, _remote_bytes(flat, group))
     if flat.is_cuda:
         work = _all_gather_into(flat, own, group=group, async_op=True)
-        return Work(kind, flat.device, work)
-    slots = list(flat.view(group.size(), -1))
-    if slots[group.rank()].data_ptr() != own.data_ptr():
-        slots[group.rank()].copy_(own)
-    return Work(kind, flat.device, _exchange([own] * group.size(), slots, group))
+        return Work(kind, flat.device, work, group=group)
+    slices = list(flat.view(group.size(), -1))
+    # Sends and receives go between ranks only; this rank's part is a local copy, if any.
+    if slices[group.rank()].data_ptr() != own.data_ptr():
+        slices[group.rank()].copy_(own)
+    work = _exchange([own] * group.size(), slices, group)
+    return Work(kind, flat.device, work, group=group)
 
 
 def all_to_all(
     output: Tensor, flat: Tensor, group: dist.ProcessGroup, *, kind: str, layer: int
 ) -> None:
-    """Exchange equal slices along dimension 0.
+    """Exchange slices of equal size along dimension 0, and wait for them.
 
-    :param layer: of the model, to which they belong.
+    :param layer: MoE layer that the slices belong to.
     """
     if group.size() == 1:
         output.copy_(flat)
         return
     comm_stats.add(kind, _remote_bytes(flat, group), layer)
     work = dist.all_to_all_single(output, flat, group=group, async_op=True)
-    Work(kind, flat.device, work, layer=layer).wait()
+    Work(kind, flat.device, work, layer=layer, group=group).wait()
 
 
 def all_to_all_start(
@@ -119,10 +128,12 @@ def all_to_all_start(
     row_bytes: dict[str, int],
     layer: int,
 ) -> Work:
-    """Start to exchange slices of the given numbers of rows.
+    """Start to exchange slices with the given numbers of rows.
 
-    :param row_bytes: what a row carries, by kind; waiting counts for the first.
-    :param layer: of the model, to which they belong.
+    :param recv_counts: rows to receive from each rank.
+    :param send_counts: rows to send to each rank.
+    :param row_bytes: bytes per row, by kind of payload. The wait is counted for the first kind.
+    :param layer: MoE layer that the rows belong to.
     """
     kind = next(iter(row_bytes))
     if group.size() == 1:
@@ -134,11 +145,11 @@ def all_to_all_start(
     work = dist.all_to_all_single(
         output, rows, recv_counts, send_counts, group=group, async_op=True
     )
-    return Work(kind, rows.device, work, layer=layer)
+    return Work(kind, rows.device, work, layer=layer, group=group)
 
 
 def _sum_in_rank_order(parts: list[Tensor], output: Tensor) -> None:
-    """The same bits each time, in FP32 whatever the type in which the parts came."""
+    """Add the ranks' parts in a fixed order, in the type of ``output``: equal bits in every run."""
     total = parts[0].to(output.dtype)
     for part in parts[1:-1]:
         total = total + part
@@ -146,33 +157,55 @@ def _sum_in_rank_order(parts: list[Tensor], output: Tensor) -> None:
 
 
 def _exchange(outgoing: list[Tensor], incoming: list[Tensor], group: dist.ProcessGroup) -> AllOf:
-    """Send a tensor to each other rank and receive one from each. See [Note: gloo]."""
+    """Send one tensor to each other rank and receive one from each. See [Note: gloo]."""
     tag = next(_tags.setdefault(group, count()))
     size, rank = group.size(), group.rank()
-    # Staggered, so that not all ranks send to the same one first.
-    others = [(rank + distance) % size for distance in range(1, size)]
-    works = [dist.irecv(incoming[peer], group=group, group_src=peer, tag=tag) for peer in others]
-    works += [dist.isend(outgoing[peer], group=group, group_dst=peer, tag=tag) for peer in others]
+    # Each rank begins with its right neighbour, so the ranks do not all send to rank 0 first.
+    peers = [(rank + distance) % size for distance in range(1, size)]
+    works = [dist.irecv(incoming[peer], group=group, group_src=peer, tag=tag) for peer in peers]
+    works += [dist.isend(outgoing[peer], group=group, group_dst=peer, tag=tag) for peer in peers]
     return AllOf([work for work in works if work is not None])
 
 
 _tags: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
-"""Of each group's exchanges: every rank makes them in the same order."""
+"""Tags of each group's exchanges. All ranks make them in one order, so the tags agree."""
 
 
 def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
-    """The picklable ``value`` of every rank, on every rank. For set-up and errors alone."""
+    """Return the values of all ranks, in rank order. Collective; for set-up and errors only.
+
+    :param value: picklable.
+    """
     values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
+    with _watched("exchange of objects", group):
+        dist.all_gather_object(values, value, group=group)
     return values
 
 
 def broadcast_object(value: T, group: dist.ProcessGroup) -> T:
-    """The picklable ``value`` of the group's first rank, on every rank."""
+    """Return the value of the group's first rank, on every rank. Collective.
+
+    :param value: picklable; ignored on other ranks.
+    """
     values = [value]
-    dist.broadcast_object_list(values, group_src=0, group=group)
+    with _watched("broadcast of an object", group, first_rank_only=True):
+        dist.broadcast_object_list(values, group_src=0, group=group)
     return values[0]
 
 
+def _watched(
+    what: str, group: dist.ProcessGroup, *, first_rank_only: bool = False
+) -> AbstractContextManager[None]:
+    """Report the wait inside if it takes long. The senders are all ranks, or the first alone."""
+
+    def awaited() -> list[int]:
+        """The senders' ranks in the world."""
+        ranks = dist.get_process_group_ranks(group)
+        return ranks[:1] if first_rank_only and group.rank() else ranks
+
+    return long_waits.watch(what, awaited)
+
+
 def _remote_bytes(tensor: Tensor, group: dist.ProcessGroup) -> int:
+    """Bytes of a tensor of W equal slices that belong to other ranks."""
     return tensor.nbytes * (group.size() - 1) // group.size()

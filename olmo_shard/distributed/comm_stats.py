@@ -1,4 +1,4 @@
-"""What communication costs: calls and bytes by kind, and how long computation waited for it."""
+"""The cost of communication: calls and bytes per kind of collective, and the time spent waiting."""
 
 import time
 from collections import Counter
@@ -12,19 +12,25 @@ from torch import Tensor
 
 @dataclass
 class StepCommStats:
-    """What one rank sent and waited for in a stretch of a run, by kind of collective."""
+    """Communication of one rank while ``CommStats.measure`` was active, per kind of collective."""
 
     calls: Counter[str] = field(default_factory=Counter)
+    """Number of calls."""
     bytes: Counter[str] = field(default_factory=Counter)
+    """Bytes sent to other ranks."""
     bytes_by_layer: Counter[int] = field(default_factory=Counter)
-    """Of what belongs to a layer: its token rows, their metadata and gradients."""
+    """Bytes sent per MoE layer: token rows, their metadata and their gradients."""
     _device_counts: list[tuple[str, int, Tensor, int]] = field(default_factory=list)
     _waits: list[tuple[str, int | None, Callable[[], float]]] = field(default_factory=list)
 
     def resolve_device_counts(self) -> None:
-        """Count what only the device knew; waits for it. Before bytes are read."""
+        """Add the row counts that are still on the device. Synchronises with the device.
+
+        Call it before reading ``bytes`` or ``bytes_by_layer``.
+        """
         if not self._device_counts:
             return
+        # One transfer for all counts: each transfer waits for the device.
         rows = torch.stack([rows for _, _, rows, _ in self._device_counts]).tolist()
         for (kind, layer, _, row_bytes), num_rows in zip(self._device_counts, rows, strict=True):
             self.bytes[kind] += num_rows * row_bytes
@@ -32,9 +38,9 @@ class StepCommStats:
         self._device_counts.clear()
 
     def exposed_seconds(self) -> dict[str, float]:
-        """Time that computation stood still for communication.
+        """Seconds per kind in which computation stood still for communication.
 
-        On CUDA it waits for the events at the last wait: call it when the step's figures are read.
+        On CUDA this waits for the last wait's events. Call it when the step's metrics are read.
         """
         seconds: dict[str, float] = {}
         for kind, _, read in self._waits:
@@ -42,7 +48,7 @@ class StepCommStats:
         return seconds
 
     def waited_by_layer(self) -> dict[int, float]:
-        """The part of it that belongs to a layer: seconds that it waited for other ranks' rows."""
+        """Seconds per MoE layer spent waiting for other ranks' rows; part of the exposed time."""
         seconds: dict[int, float] = {}
         for _, layer, read in self._waits:
             if layer is not None:
@@ -50,15 +56,17 @@ class StepCommStats:
         return seconds
 
     def add_device_count(self, kind: str, layer: int, rows: Tensor, row_bytes: int) -> None:
+        """Record rows whose number is a tensor on the device; see ``resolve_device_counts``."""
         self.calls[kind] += 1
         self._device_counts.append((kind, layer, rows, row_bytes))
 
     def add_wait(self, kind: str, layer: int | None, read: Callable[[], float]) -> None:
+        """Record a wait; ``read`` returns its seconds and may synchronise with the device."""
         self._waits.append((kind, layer, read))
 
 
 class CommStats:
-    """Totals of this process since it started, and of one stretch of it at a time."""
+    """Communication of this process since it started, and separately inside ``measure``."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -66,7 +74,11 @@ class CommStats:
         self._measured: StepCommStats | None = None
 
     def add(self, kind: str, num_bytes: int, layer: int | None = None) -> None:
-        """Count a collective, or one part of what it carries."""
+        """Count a collective, or one part of its payload.
+
+        :param num_bytes: bytes that this rank sends to other ranks.
+        :param layer: MoE layer that the payload belongs to, if any.
+        """
         for counts in (self, self._measured):
             if counts is not None:
                 counts.calls[kind] += 1
@@ -75,7 +87,7 @@ class CommStats:
             self._measured.bytes_by_layer[layer] += num_bytes
 
     def add_device_count(self, kind: str, rows: Tensor, row_bytes: int, layer: int) -> None:
-        """The same of rows that the device has counted; in a stretch alone.
+        """Like ``add``, for a row count on the device. Counted inside ``measure`` only.
 
         :param rows: integer scalar.
         """
@@ -84,7 +96,7 @@ class CommStats:
 
     @contextmanager
     def measure(self) -> Iterator[StepCommStats]:
-        """Count what happens inside apart, too; only there is waiting timed."""
+        """Also count the calls made inside this context separately. Waits are timed only here."""
         before, self._measured = self._measured, StepCommStats()
         try:
             yield self._measured
@@ -97,6 +109,7 @@ class CommStats:
         if self._measured is None:
             yield
         elif device.type == "cuda":
+            # Events are read later: reading them here would stop the host.
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             yield
@@ -115,4 +128,4 @@ def _seconds_between(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
 
 
 comm_stats = CommStats()
-"""Of this process."""
+"""The communication of this process."""

@@ -1,4 +1,4 @@
-"""Which rank this process is: from torchrun's variables, from SLURM's, or a run of its own."""
+"""Rank and world size of this process: from torchrun's variables, from SLURM's, or a single run."""
 
 import os
 from collections.abc import Mapping
@@ -11,17 +11,18 @@ DEFAULT_PORT = 29500
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """This process among its peers."""
+    """Place of this process among its peers, as the launcher states it."""
 
     rank: int
     world_size: int
     local_rank: int | None
-    """Rank on this host; null, and then found by host names, if the launcher does not say."""
+    """Rank on this host; ``None`` if the launcher does not state it. Host names decide then."""
     local_world_size: int | None
+    """Number of ranks on this host; ``None`` together with ``local_rank``."""
     master_addr: str
     master_port: int
     notes: tuple[str, ...] = ()
-    """What was derived rather than given, for the log."""
+    """Lines for the log about values that were derived, not given."""
 
 
 SINGLE = RankInfo(
@@ -32,17 +33,17 @@ SINGLE = RankInfo(
 def rank_from_environment(environ: Mapping[str, str] = os.environ) -> RankInfo | None:
     """Read the launcher's variables.
 
-    RANK, WORLD_SIZE, MASTER_ADDR (torchrun and most others) win over SLURM's, since torchrun itself
-    is often started by srun.
+    RANK, WORLD_SIZE and MASTER_ADDR, which torchrun and most launchers set, win over SLURM's
+    variables: srun often starts torchrun.
 
-    :returns: null where no launcher is at work.
-    :raises LaunchError: naming the variables that are missing or contradict each other.
+    :returns: ``None`` without a launcher.
+    :raises LaunchError: with the names of variables that are missing or contradict each other.
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _checked(_from_torchrun(environ))
     if "LOCAL_RANK" in environ:
         raise LaunchError("LOCAL_RANK is set, but RANK and WORLD_SIZE are missing")
-    # One task is a shell under srun as often as a run of one rank: the same either way.
+    # One task may be a shell under srun or a run of one rank. Both are a run without peers.
     if environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         return _checked(_from_slurm(environ))
     return None
@@ -59,7 +60,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> RankInfo:
         notes.append(f"MASTER_PORT is missing: using {DEFAULT_PORT}")
     local = "LOCAL_RANK" in environ and "LOCAL_WORLD_SIZE" in environ
     if not local:
-        notes.append("LOCAL_RANK or LOCAL_WORLD_SIZE is missing: both found by host names")
+        notes.append("LOCAL_RANK or LOCAL_WORLD_SIZE is missing: host names decide both")
     return RankInfo(
         rank=rank,
         world_size=world_size,
@@ -83,7 +84,7 @@ def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
             )
         address = "127.0.0.1"
         notes.append("MASTER_ADDR is missing: one node, using 127.0.0.1")
-    # Two jobs on one node must not meet, so the port follows from the job and the step.
+    # The port follows from the job and the step, so two jobs on one node do not collide.
     job = _required(environ, "SLURM_JOB_ID") * 16 + _integer(environ, "SLURM_STEP_ID", "0")
     return RankInfo(
         rank=_required(environ, "SLURM_PROCID"),
@@ -102,7 +103,7 @@ def _checked(info: RankInfo) -> RankInfo:
     if info.world_size < 1 or not 0 <= info.rank < info.world_size:
         raise LaunchError(
             f"RANK = {info.rank} and WORLD_SIZE = {info.world_size} contradict each other: "
-            "a rank lies between 0 and WORLD_SIZE - 1"
+            "0 <= RANK < WORLD_SIZE must hold"
         )
     local, size = info.local_rank, info.local_world_size
     if local is None or size is None:

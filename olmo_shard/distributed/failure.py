@@ -1,7 +1,7 @@
-"""Which rank failed first, and why.
+"""The first cause of a failed run: which rank failed first, and why.
 
-A rank's error is written by torch's ``record`` to the file that the launcher named
-(TORCHELASTIC_ERROR_FILE), torchrun's and the local one alike.
+torch's ``record`` writes a rank's error to the file in TORCHELASTIC_ERROR_FILE. Both torchrun and
+the local launcher set that variable.
 """
 
 import json
@@ -23,6 +23,8 @@ _LOST_PEER = (
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
+    """How one rank ended. ``when`` is a time in seconds since 1970."""
+
     rank: int
     message: str
     when: float
@@ -30,24 +32,28 @@ class Failure:
 
 
 def read_failure(path: Path, rank: int, exit_code: int) -> Failure:
-    """The recorded failure of a rank, or what its exit code says if it could not write one."""
+    """Return the failure that a rank recorded, or one made from its exit code without a record.
+
+    :param path: the rank's error file.
+    """
     try:
         message = json.loads(path.read_text(encoding="utf-8"))["message"]["message"]
     except (OSError, json.JSONDecodeError):
-        how = f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
-        return Failure(rank=rank, message=how, when=time.time(), exit_code=exit_code)
+        message = f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+        return Failure(rank=rank, message=message, when=time.time(), exit_code=exit_code)
     return Failure(rank=rank, message=message, when=path.stat().st_mtime, exit_code=exit_code)
 
 
 def first_cause(failures: list[Failure], ended_well: Sequence[int] = ()) -> Failure:
-    """The earliest failure that is not just the loss of a peer.
+    """Return the earliest failure that is more than the loss of a peer.
 
-    :param ended_well: ranks that ended with exit code 0. Where every failure is the loss of a peer,
-        the first of these ranks left in the middle of the run, and that is the cause.
+    :param ended_well: ranks that ended with exit code 0. If every failure is the loss of a peer,
+        the first of these ranks left in the middle of the run, which is the cause.
     """
     first = min(failures, key=lambda failure: (is_lost_peer(failure.message), failure.when))
     if not ended_well or not is_lost_peer(first.message):
         return first
+    # Every rank that failed lost a peer, and no peer failed by itself: one left without an error.
     message = (
         f"left in the middle of the run with exit code 0; rank {first.rank} says: {first.message}"
     )
@@ -55,13 +61,14 @@ def first_cause(failures: list[Failure], ended_well: Sequence[int] = ()) -> Fail
 
 
 def launcher_reports(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this rank's error will be printed by the local launcher.
+    """Return whether the local launcher will print this rank's error.
 
-    torchrun names an error file too, but it also gives a run id, and prints its summary much later.
+    torchrun also sets an error file, but prints its summary much later. torchrun's run id tells the
+    two apart.
     """
     return ERROR_FILE in environ and "TORCHELASTIC_RUN_ID" not in environ
 
 
 def is_lost_peer(message: str) -> bool:
-    """Whether an error says that a peer went away: a consequence, not a cause."""
+    """Return whether an error reports the loss of a peer: a consequence, not a cause."""
     return any(mark in message.lower() for mark in _LOST_PEER)

@@ -1,4 +1,4 @@
-"""How much memory a process could still take on this host."""
+"""Memory that a process can still allocate on this host (Linux)."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -9,13 +9,13 @@ _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 class _Controller(NamedTuple):
-    """Where a version of control groups keeps what."""
+    """File names of the memory controller in one version of control groups."""
 
     root: str
     limit: str
     used: str
     reclaimable: str
-    """Line of ``memory.stat``: file pages that nobody has used lately are given up first."""
+    """Line of ``memory.stat``: bytes of file pages not used lately. The kernel frees them first."""
 
 
 _V2 = _Controller("", "memory.max", "memory.current", "inactive_file")
@@ -23,15 +23,12 @@ _V1 = _Controller("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "t
 
 
 def available_memory() -> int:
-    """Bytes: what the kernel thinks it can give, or less where a control group limits it.
-
-    For Linux.
-    """
+    """Return the available bytes: the kernel's estimate, or less within a limited control group."""
     return min([_available_on_host(), *_left_in_control_groups()])
 
 
 def format_bytes(num_bytes: int) -> str:
-    """For a message: 3,221,225 bytes (3.1 MiB)."""
+    """Format a size for a message: ``3,221,225 bytes (3.1 MiB)``."""
     powers = {"GiB": 30, "MiB": 20, "KiB": 10}
     unit = next((name for name, power in powers.items() if num_bytes >= 2**power), "KiB")
     return f"{num_bytes:,} bytes ({num_bytes / 2 ** powers[unit]:.1f} {unit})"
@@ -46,28 +43,32 @@ def _available_on_host() -> int:
 
 
 def _left_in_control_groups() -> list[int]:
-    """Of this process's groups and all groups around them."""
-    found: list[int] = []
+    """Bytes left in each limited control group of this process and in each group around it."""
+    left_in_groups: list[int] = []
     for line in _CGROUP.read_text(encoding="utf-8").splitlines():
+        # `0::/path` in version 2; `4:memory:/path`, one line per controller, in version 1.
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
         controller = _V1 if controllers else _V2
         root = _CGROUP_ROOT / controller.root
         group = root / path.lstrip("/")
-        places = [place for place in (group, *group.parents) if place.is_relative_to(root)]
-        found += [left for place in places if (left := _left(place, controller)) is not None]
-    return found
+        groups = [folder for folder in (group, *group.parents) if folder.is_relative_to(root)]
+        limits = (_left(folder, controller) for folder in groups)
+        left_in_groups += [left for left in limits if left is not None]
+    return left_in_groups
 
 
-def _left(place: Path, controller: _Controller) -> int | None:
+def _left(group: Path, controller: _Controller) -> int | None:
+    """Bytes left in one control group; ``None`` without a limit."""
     try:
-        limit = (place / controller.limit).read_text(encoding="ascii").strip()
-        used = int((place / controller.used).read_text(encoding="ascii"))
-        stat = (place / "memory.stat").read_text(encoding="ascii")
+        limit = (group / controller.limit).read_text(encoding="ascii").strip()
+        used = int((group / controller.used).read_text(encoding="ascii"))
+        stat = (group / "memory.stat").read_text(encoding="ascii")
     except FileNotFoundError:  # the outermost group has no limit, and no such files
         return None
     if limit == "max":
         return None
+    # The kernel drops cached file pages when memory is short, so they count as free.
     values = dict(line.split() for line in stat.splitlines())
     return max(0, int(limit) - used + int(values.get(controller.reclaimable, 0)))

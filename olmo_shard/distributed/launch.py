@@ -1,4 +1,4 @@
-"""Start N local ranks of this program, watch them, and end all when one fails."""
+"""The local launcher: starts N ranks on this host, and ends all of them when one fails."""
 
 import os
 import signal
@@ -8,32 +8,42 @@ import tempfile
 import time
 from pathlib import Path
 
-from olmo_shard.distributed.failure import ERROR_FILE, first_cause, is_lost_peer, read_failure
+from olmo_shard.distributed.failure import (
+    ERROR_FILE,
+    Failure,
+    first_cause,
+    is_lost_peer,
+    read_failure,
+)
 
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 5.0
-"""Between the polite and the final signal."""
+"""Time between SIGTERM and SIGKILL."""
 _SETTLE_SECONDS = 1.0
-"""After a first failure, for the rank that caused it to end too."""
+"""Time after a first failure in which the rank that caused it can end, too."""
 
 
 def launch_local(arguments: list[str], nproc: int) -> int:
     """Run ``python -m olmo_shard ARGUMENTS`` as ranks 0 to nproc - 1 on this host.
 
-    The port is a free one, and this process serves the store on it, so two jobs never meet. If a
-    rank fails the others are ended, and the first cause is printed last.
+    This process serves the store at a free port, so two jobs never collide. If a rank fails, the
+    others are ended, and the first cause is printed last. SIGUSR2 is forwarded to all ranks, which
+    dump their stacks.
 
     :returns: exit code: 0, or that of the rank that failed first.
     """
-    # Here, not at the top: the command line starts faster without torch.
+    # Imported late: the command line starts faster without torch.
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="olmo_shard-") as folder:
         error_files = [Path(folder) / f"rank{rank}.json" for rank in range(nproc)]
+        # A rank inherits that SIGUSR2 is ignored, until it has a handler of its own.
+        before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         ranks = [
             _start(arguments, rank, nproc, store.port, error_files[rank]) for rank in range(nproc)
         ]
+        signal.signal(signal.SIGUSR2, lambda number, _: _send(ranks, number))
         try:
             codes = _watch(ranks)
         except KeyboardInterrupt:
@@ -42,14 +52,22 @@ def launch_local(arguments: list[str], nproc: int) -> int:
             return 128 + signal.SIGINT
         finally:
             _end(ranks)
+            signal.signal(signal.SIGUSR2, before)
         failures = [
             read_failure(error_files[rank], rank, code) for rank, code in codes.items() if code
         ]
-    if not failures:
-        return 0
+    return _report(failures, codes, nproc) if failures else 0
+
+
+def _report(failures: list[Failure], codes: dict[int, int], nproc: int) -> int:
+    """Print the first cause, and the ranks that gave no answer; return the exit code.
+
+    :param codes: exit codes of the ranks that ended by themselves.
+    """
+    # Ranks that share one mistake, such as a wrong config, all fail with one message.
     first = first_cause(failures, [rank for rank, code in codes.items() if code == 0])
-    alike = len(failures) == nproc and len({failure.message for failure in failures}) == 1
-    who = f"all {nproc} ranks failed" if alike else f"rank {first.rank} of {nproc} failed first"
+    all_equal = len(failures) == nproc and len({failure.message for failure in failures}) == 1
+    who = f"all {nproc} ranks failed" if all_equal else f"rank {first.rank} of {nproc} failed first"
     print(f"olmo-shard: {who}: {first.message}", file=sys.stderr)
     silent = sorted(set(range(nproc)) - codes.keys())
     if silent and is_lost_peer(first.message):
@@ -60,6 +78,7 @@ def launch_local(arguments: list[str], nproc: int) -> int:
 def _start(
     arguments: list[str], rank: int, nproc: int, port: int, error_file: Path
 ) -> subprocess.Popen[bytes]:
+    # The variables of torchrun, which the rank reads as it would under torchrun.
     environ = os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -75,8 +94,9 @@ def _start(
 
 
 def _watch(ranks: list[subprocess.Popen[bytes]]) -> dict[int, int]:
-    """Wait until all ranks end well, or one fails: exit codes of those that have ended."""
+    """Wait until all ranks end well or one fails; return the exit codes of those that ended."""
     while True:
+        # Exit code 0 of some ranks is no failure: the others may still be at the end of the run.
         codes = _ended(ranks)
         if any(codes.values()):
             time.sleep(_SETTLE_SECONDS)
@@ -90,7 +110,13 @@ def _ended(ranks: list[subprocess.Popen[bytes]]) -> dict[int, int]:
     return {rank: p.returncode for rank, p in enumerate(ranks) if p.poll() is not None}
 
 
+def _send(ranks: list[subprocess.Popen[bytes]], number: int) -> None:
+    for process in ranks:
+        process.send_signal(number)  # does nothing if the process has ended
+
+
 def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """End all ranks: SIGTERM first, SIGKILL for those that are still there after a while."""
     running = [process for process in ranks if process.poll() is None]
     for process in running:
         process.terminate()

@@ -1,4 +1,4 @@
-"""Set a process up as one rank: device, threads, the default process group. And take it down."""
+"""Set-up and tear-down of a process as one rank: device, threads, the default process group."""
 
 import os
 import socket
@@ -12,20 +12,27 @@ import torch.distributed as dist
 
 from olmo_shard.config import RunConfig
 from olmo_shard.distributed.environment import SINGLE, RankInfo
-from olmo_shard.distributed.started_alike import Fields, check_started_alike, versions
+from olmo_shard.distributed.long_waits import long_waits
+from olmo_shard.distributed.start_consistency import Fields, check_consistent_start, versions
 from olmo_shard.distributed.work import wait_for_all_work
 from olmo_shard.errors import ConfigurationError, LaunchError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
+    """This process as a rank of a run."""
+
     rank: int
     world_size: int
     local_rank: int
+    """Rank among the ranks of this host."""
     local_world_size: int
+    """Number of ranks on this host."""
     device: torch.device
     timeout: timedelta
+    """Longest wait for a peer."""
     threads: int
+    """CPU threads of this rank."""
 
 
 @contextmanager
@@ -38,48 +45,65 @@ def runtime(
 ) -> Iterator[Runtime]:
     """Join the peers, and leave them at the end.
 
-    :param info: this rank; null for a run of one process.
+    :param info: this rank; ``None`` for a run of one process.
     :param run: device, threads and timeout.
-    :param config: fields of the config by dotted name. All ranks must have equal ones, and equal
-        versions of the packages: that is compared before anything depends on a config.
+    :param config: fields of the config by dotted name. They and the versions of the packages must
+        be equal on all ranks. The ranks compare them before anything depends on the config.
     :param served: whether another process serves the store at the master's port, as torchrun's
-        agent and the local launcher do; null asks torchrun's variable for it.
-    :raises LaunchError: where the peers do not come in time.
-    :raises ConfigurationError: where the device is not there, or the ranks were started
-        differently.
+        agent and the local launcher do. ``None`` reads it from torchrun's variable.
+    :raises LaunchError: if the peers do not join in time.
+    :raises ConfigurationError: if the device is missing, or the ranks were started differently.
     """
+    # 1. What this machine must offer, before any peer waits.
     info, run = info or SINGLE, run or RunConfig()
     check_machine(run)
     use_cuda = _use_cuda(run.device)
     timeout = timedelta(seconds=run.timeout_seconds)
     if served is None:
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = _store(info, timeout, served)
-    kinds = {"configs": config or {}, "versions": versions()}
-    check_started_alike(store, info.rank, info.world_size, kinds)
-    local_rank, local_world_size = _local_place(info, store)
-    device = _cuda_device(local_rank) if use_cuda else torch.device("cpu")
-    threads = run.threads or max(1, available_cores() // local_world_size)
-    torch.set_num_threads(threads)
-    backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
-    dist.init_process_group(
-        backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout
-    )
+    with _reported_waits(info, timeout):
+        # 2. Meet the peers at the store, and compare how each of them was started.
+        kinds = {"configs": config or {}, "versions": versions()}
+        with long_waits.watch("start of the other ranks", lambda: range(info.world_size)):
+            store = _store(info, timeout, served)
+            check_consistent_start(store, info.rank, info.world_size, kinds)
+            local_rank, local_world_size = _local_place(info, store)
+
+        # 3. Device, threads and process group, which depend on the place among the local ranks.
+        device = _cuda_device(local_rank) if use_cuda else torch.device("cpu")
+        threads = run.threads or max(1, available_cores() // local_world_size)
+        torch.set_num_threads(threads)
+        backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
+        with long_waits.watch("set-up of process groups", lambda: range(info.world_size)):
+            dist.init_process_group(
+                backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout
+            )
+        try:
+            yield Runtime(
+                rank=info.rank,
+                world_size=info.world_size,
+                local_rank=local_rank,
+                local_world_size=local_world_size,
+                device=device,
+                timeout=timeout,
+                threads=threads,
+            )
+            # Peers may still need this rank's part of collectives that are under way.
+            wait_for_all_work()
+        finally:
+            # Also after a failure, at once: the peers see a closed connection and not a timeout.
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _reported_waits(info: RankInfo, timeout: timedelta) -> Iterator[None]:
+    """Report long waits for peers, if there are any."""
+    if info.world_size > 1:
+        long_waits.start(info.rank, timeout.total_seconds())
     try:
-        yield Runtime(
-            rank=info.rank,
-            world_size=info.world_size,
-            local_rank=local_rank,
-            local_world_size=local_world_size,
-            device=device,
-            timeout=timeout,
-            threads=threads,
-        )
-        # Peers may still wait for what this rank has started.
-        wait_for_all_work()
+        yield
     finally:
-        # A rank that failed leaves at once, too: its peers see a closed connection, no timeout.
-        dist.destroy_process_group()
+        long_waits.stop()
 
 
 def _use_cuda(device: str) -> bool:
@@ -91,14 +115,17 @@ def _use_cuda(device: str) -> bool:
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def check_machine(run: RunConfig) -> None:
-    """:raises ConfigurationError: where this machine has not the device or the cores asked for."""
+    """Check that this machine has the device and the cores that the config asks for.
+
+    :raises ConfigurationError: if it does not.
+    """
     _use_cuda(run.device)
     if run.threads is not None and run.threads > available_cores():
         raise ConfigurationError(
@@ -119,6 +146,7 @@ def _cuda_device(local_rank: int) -> torch.device:
 
 
 def _store(info: RankInfo, timeout: timedelta, served: bool) -> dist.Store:
+    """Connect to the store; waits until all ranks have connected."""
     if info.world_size == 1:
         return dist.HashStore()
     try:
@@ -134,15 +162,18 @@ def _store(info: RankInfo, timeout: timedelta, served: bool) -> dist.Store:
             f"rank {info.rank} cannot meet its peers at MASTER_ADDR:MASTER_PORT = "
             f"{info.master_addr}:{info.master_port}: {str(error).splitlines()[0]}"
         ) from error
-    # torchrun keeps its store when it starts the ranks again: each attempt has keys of its own.
+    # torchrun keeps its store when it restarts the ranks, so each attempt uses its own keys.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"olmo_shard/{attempt}", store)
+    own_keys = dist.PrefixStore(f"olmo_shard/{attempt}", store)
+    long_waits.share(own_keys, info.world_size)
+    return own_keys
 
 
 def _local_place(info: RankInfo, store: dist.Store) -> tuple[int, int]:
+    """Return local rank and local world size: the launcher's, or derived from host names."""
     if info.local_rank is not None and info.local_world_size is not None:
         return info.local_rank, info.local_world_size
     store.set(f"host/{info.rank}", socket.gethostname())
     hosts = [store.get(f"host/{rank}").decode() for rank in range(info.world_size)]
-    here = [rank for rank, host in enumerate(hosts) if host == hosts[info.rank]]
-    return here.index(info.rank), len(here)
+    local_ranks = [rank for rank, host in enumerate(hosts) if host == hosts[info.rank]]
+    return local_ranks.index(info.rank), len(local_ranks)

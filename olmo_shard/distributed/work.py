@@ -1,7 +1,7 @@
-"""Collectives under way, beside the computation.
+"""Handles of collectives that run beside the computation.
 
-On a CPU gloo's own threads move the bytes, and waiting blocks the caller. On CUDA a stream does:
-waiting makes the current stream wait, and never the host.
+On a CPU gloo's threads move the bytes, and ``wait`` blocks the calling thread. On CUDA a stream
+moves them, and ``wait`` makes the current stream wait; the host never blocks.
 """
 
 from collections.abc import Callable
@@ -13,19 +13,29 @@ import torch
 import torch.distributed as dist
 
 from olmo_shard.distributed.comm_stats import comm_stats
+from olmo_shard.distributed.long_waits import long_waits
 
 
 class _Waitable(Protocol):
-    def wait(self) -> object: ...
-    def is_completed(self) -> bool: ...
+    """What ``Work`` needs of a backend's handle."""
+
+    def wait(self) -> object:
+        """Complete, or make the current stream wait."""
+        ...
+
+    def is_completed(self) -> bool:
+        """Return whether ``wait`` would not block the host."""
+        ...
 
 
 class Work:
     """A collective that was started.
 
-    :param work: what to wait for, as a rule what the backend returned; null if there is nothing.
-    :param finish: what is left to do locally once the bytes are there.
-    :param layer: to which the wait belongs, if to one.
+    :param kind: name under which ``comm_stats`` counts the wait.
+    :param work: the backend's handle; ``None`` if there is nothing to wait for.
+    :param finish: local work to do once the bytes have arrived.
+    :param layer: MoE layer that the wait is counted for, if any.
+    :param group: the ranks that take part, for reports of long waits.
     """
 
     def __init__(
@@ -35,83 +45,106 @@ class Work:
         work: _Waitable | None = None,
         finish: Callable[[], object] | None = None,
         layer: int | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.kind, self.device, self.layer = kind, device, layer
+        self.kind, self.device, self.layer, self.group = kind, device, layer, group
         self._work, self._finish = work, finish
         if work is not None:
-            _under_way.add(self)
+            _outstanding.add(self)
 
     def is_ready(self) -> bool:
-        """Whether ``wait`` would not keep the host waiting."""
+        """Return whether ``wait`` would return without blocking the host."""
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
-        """Wait, which counts as exposed time, and finish. A second call does nothing."""
+        """Wait for the collective and finish it. The wait counts as exposed time.
+
+        Calling it again does nothing.
+        """
         if self._work is not None:
             with comm_stats.waiting(self.kind, self.device, self.layer):
-                self._await()
+                self._wait_for_backend()
         self.wait_untimed()
 
     def wait_untimed(self) -> None:
-        """``wait``, uncounted: for waits beside the computation."""
-        self._await()
+        """Like ``wait``, but not counted: for waits that hold up no computation."""
+        self._wait_for_backend()
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
 
-    def _await(self) -> None:
+    def _wait_for_backend(self) -> None:
         work, self._work = self._work, None
-        _under_way.discard(self)
-        if work is not None:
+        _outstanding.discard(self)
+        if work is None:
+            return
+        # On CUDA `wait` only queues an event, so a report of a long wait never comes from here.
+        layer = "" if self.layer is None else f", layer {self.layer}"
+        with long_waits.watch(f"{self.kind}{layer}", self._ranks):
             work.wait()
 
+    def _ranks(self) -> list[int]:
+        return [] if self.group is None else dist.get_process_group_ranks(self.group)
 
-_under_way: set[Work] = set()
+
+_outstanding: set[Work] = set()
 
 
 def wait_for_all_work() -> None:
-    """Complete whatever this process has started: before it leaves its peers."""
-    for work in list(_under_way):
+    """Complete all collectives that this process has started.
+
+    Call it before the process leaves its peers: they may still depend on this rank's part.
+    """
+    for work in list(_outstanding):
         work.wait_untimed()
 
 
 class CommStream:
     """Starts collectives in the order of the calls, beside the computation.
 
-    On CUDA all of them run on one stream of their own, whatever their groups: two ranks that ran
-    two communicators' kernels in different orders could wait for each other for ever.
+    On CUDA all collectives run on one side stream, whatever their groups. Two ranks that ran the
+    kernels of two communicators in different orders could deadlock.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, launch: Callable[[], Work]) -> Work:
-        """Start what ``launch`` starts, after all that was computed so far."""
+        """Call ``launch`` on the stream, ordered after all work queued on the current stream.
+
+        :param launch: starts one collective and returns its handle.
+        """
         if self.stream is None:
             return launch()
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             work = launch()
+            # This makes the side stream wait, so the event below marks the end of the collective.
             work.wait_untimed()
-            return Work(work.kind, work.device, _OnStream(self.stream.record_event()))
+            return Work(work.kind, work.device, _StreamEvent(self.stream.record_event()))
 
 
 @dataclass(frozen=True)
-class _OnStream:
-    """Everything up to an event."""
+class _StreamEvent:
+    """All work of a stream up to a recorded event."""
 
     done: torch.Event
 
     def wait(self) -> None:
+        """Make the current stream wait for the event."""
         torch.cuda.current_stream().wait_event(self.done)
 
     def is_completed(self) -> bool:
-        """Always: the host has nothing to wait for."""
+        """Return true: waiting for an event never blocks the host."""
         return True
 
 
 class AllOf:
-    """Several sends and receives of gloo, as one."""
+    """Several sends and receives of gloo as one handle.
+
+    Gloo reports the completion of a send or receive only to a caller that waits for it. So the
+    first call of ``is_completed`` starts a thread that waits for all of them.
+    """
 
     def __init__(self, works: list[dist.Work]) -> None:
         self._works = works
@@ -120,6 +153,10 @@ class AllOf:
         self._arrived = False
 
     def wait(self) -> None:
+        """Block until all have completed.
+
+        :raises RuntimeError: where one of them has failed.
+        """
         if self._waiter is None:
             self._wait_for_each()
             return
@@ -129,9 +166,9 @@ class AllOf:
         assert self._arrived
 
     def is_completed(self) -> bool:
-        """Gloo's sends and receives say it only once they were awaited: so a thread does that."""
+        """Return whether all have completed or one has failed; does not block."""
         if self._waiter is None:
-            # A daemon: it never keeps a rank that fails from leaving.
+            # A daemon thread never keeps a failing rank from leaving.
             self._waiter = Thread(target=self._keep_error, daemon=True)
             self._waiter.start()
         return not self._waiter.is_alive()

@@ -1,8 +1,10 @@
-"""Groups and collectives. Runs on gloo, in CI."""
+"""Process groups and collectives, on gloo."""
 
 import json
 import os
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,7 +14,9 @@ from olmo_shard.distributed.comm_stats import comm_stats
 from olmo_shard.distributed.failure import first_cause, is_lost_peer, read_failure
 from olmo_shard.distributed.runtime import Runtime
 from tests.support.close import BARS, close
-from tests.support.ranks import mesh_of
+from tests.support.ranks import RankGroup, mesh_of
+
+Ranks = Callable[[int], RankGroup]
 
 
 def reduce_scatter_case(rank: Runtime) -> tuple[list[float], list[float], int]:
@@ -29,7 +33,7 @@ def reduce_scatter_case(rank: Runtime) -> tuple[list[float], list[float], int]:
     return own.tolist(), gathered.tolist(), sent
 
 
-def test_reduce_scatter_then_all_gather_in_place(ranks):
+def test_reduce_scatter_then_all_gather_in_place(ranks: Ranks) -> None:
     results = ranks(3).run(reduce_scatter_case)
     whole = [3 * i + 30.0 for i in range(6)]
     assert [own for own, _, _ in results] == [whole[0:2], whole[2:4], whole[4:6]]
@@ -51,25 +55,25 @@ def rounded_case(rank: Runtime, dtype: torch.dtype) -> tuple[torch.Tensor, torch
     return output, flat, comm_stats.bytes["test"] - before
 
 
-def test_a_sum_over_a_bf16_wire_is_off_by_one_rounding_of_each_value(ranks):
+def test_a_sum_over_a_bf16_wire_is_off_by_one_rounding_of_each_value(ranks: Ranks) -> None:
     """The stated bound, element by element, over 60 orders of magnitude; half the bytes."""
     results = ranks(3).run(rounded_case, torch.float32)
     values = torch.stack([flat for _, flat, _ in results]).double()
-    found = torch.cat([output for output, _, _ in results]).double()
+    summed = torch.cat([output for output, _, _ in results]).double()
     rounding = BARS[torch.bfloat16].rounding + BARS[torch.float32].sums  # travel, then addition
     bound = rounding * values.abs().sum(dim=0)
-    error = (found - values.sum(dim=0)).abs()
+    error = (summed - values.sum(dim=0)).abs()
     assert (error <= bound).all()
     assert (error > bound / 4).any(), "the bound is not tight"
     assert [sent for _, _, sent in results] == [2 * 40_000 * 2] * 3
 
 
-def test_bf16_values_are_summed_in_fp32(ranks):
+def test_bf16_values_are_summed_in_fp32(ranks: Ranks) -> None:
     results = ranks(3).run(rounded_case, torch.bfloat16)
     values = torch.stack([flat for _, flat, _ in results]).double()
-    found = torch.cat([output for output, _, _ in results]).double()
+    summed = torch.cat([output for output, _, _ in results]).double()
     scale = values.abs().sum(dim=0)
-    close(found, values.sum(dim=0), scale=scale, dtype=torch.float32)
+    close(summed, values.sum(dim=0), scale=scale, dtype=torch.float32)
 
 
 def many_case(rank: Runtime) -> list[list[float]]:
@@ -89,7 +93,7 @@ def many_case(rank: Runtime) -> list[list[float]]:
     return [output.tolist() for output in outputs]
 
 
-def test_several_are_under_way_at_once(ranks):
+def test_several_are_under_way_at_once(ranks: Ranks) -> None:
     first, second = ranks(2).run(many_case)
     for index in range(3):
         base = 200.0 * index + 10
@@ -103,10 +107,10 @@ def test_several_are_under_way_at_once(ranks):
 
 
 def exposed_case(rank: Runtime) -> tuple[float, float, dict[str, int]]:
-    """Rank 1 comes a second late: the wait of rank 0, and its bytes, in a stretch of their own."""
+    """Rank 1 comes a second late; returns rank 0's wait, and the bytes that were measured."""
     group = mesh_of(rank).bulk
     dist.barrier(group=group)
-    with comm_stats.measure() as stretch:
+    with comm_stats.measure() as measured:
         time.sleep(rank.rank)
         collectives.all_reduce(torch.ones(4), group, kind="late")
     collectives.all_reduce(torch.ones(4), group, kind="after")
@@ -115,12 +119,12 @@ def exposed_case(rank: Runtime) -> tuple[float, float, dict[str, int]]:
         work = collectives.all_gather_start(flat, flat[:2], group, kind="hidden")
         time.sleep(0.2)
         work.wait()
-    late, quick = stretch.exposed_seconds(), hidden.exposed_seconds()
+    late, quick = measured.exposed_seconds(), hidden.exposed_seconds()
     assert late.keys() == {"late"}
-    return late["late"], quick["hidden"], dict(stretch.bytes)
+    return late["late"], quick["hidden"], dict(measured.bytes)
 
 
-def test_waiting_is_timed_and_what_overlaps_is_not(ranks):
+def test_waiting_is_timed_and_what_overlaps_is_not(ranks: Ranks) -> None:
     (waited, hidden, sent), (late, _, _) = ranks(2).run(exposed_case)
     # Against each other, not against a clock: a second of sleep leaves room for a busy machine.
     assert waited > 2 * late
@@ -137,7 +141,7 @@ def groups_case(rank: Runtime) -> tuple[list[int], list[int], list[bool]]:
     return *members, distinct + separate  # type: ignore[return-value]
 
 
-def test_ep_is_innermost_and_no_group_is_shared(ranks):
+def test_ep_is_innermost_and_no_group_is_shared(ranks: Ranks) -> None:
     results = ranks(4).run(groups_case)
     assert [ep for ep, _, _ in results] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [ep_dp for _, ep_dp, _ in results] == [[0, 2], [1, 3], [0, 2], [1, 3]]
@@ -148,11 +152,11 @@ def experts_case(rank: Runtime) -> list[int]:
     return list(mesh_of(rank, 2).local_experts(6))
 
 
-def test_each_rank_of_an_ep_group_holds_a_slice_of_the_experts(ranks):
+def test_each_rank_of_an_ep_group_holds_a_slice_of_the_experts(ranks: Ranks) -> None:
     assert ranks(4).run(experts_case) == [[0, 1, 2], [3, 4, 5]] * 2
 
 
-def test_the_first_cause_is_not_the_loss_of_a_peer(tmp_path):
+def test_the_first_cause_is_not_the_loss_of_a_peer(tmp_path: Path) -> None:
     def record(rank: int, message: str) -> None:
         path = tmp_path / f"{rank}.json"
         path.write_text(json.dumps({"message": {"message": message}}))

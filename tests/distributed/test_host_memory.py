@@ -1,5 +1,6 @@
-"""Available memory, from made-up files of the kernel. Runs in CI."""
+"""Available memory, read from made-up files of the kernel."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,13 @@ from olmo_shard.distributed import host_memory
 from olmo_shard.distributed.host_memory import available_memory, format_bytes
 
 GIB = 2**30
+Kernel = Callable[[str, dict[str, dict[str, str]]], None]
+"""Takes the text of /proc/self/cgroup, and the files of each control group by folder."""
 
 
 @pytest.fixture
-def kernel(tmp_path, monkeypatch):
-    """``kernel(cgroup, groups)``: 8 GiB on the host, this process in ``cgroup``."""
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    """Writes a kernel's files: 8 GiB available on the host, this process in the given groups."""
 
     def make(cgroup: str, groups: dict[str, dict[str, str]]) -> None:
         meminfo = tmp_path / "meminfo"
@@ -51,22 +54,24 @@ def group(limit: int | str, used: int, inactive: int = 0) -> dict[str, str]:
         ("4:memory:/job\n", {}, 8 * GIB),  # version 1: not looked at
     ],
 )
-def test_the_least_of_host_and_control_groups(kernel, cgroup, groups, expected):
+def test_the_least_of_host_and_control_groups(
+    kernel: Kernel, cgroup: str, groups: dict[str, dict[str, str]], expected: int
+) -> None:
     kernel(cgroup, groups)
     assert available_memory() == expected
 
 
-def test_this_machine_has_some():
+def test_this_machine_has_some() -> None:
     assert 2**20 < available_memory() <= int(Path("/proc/meminfo").read_text().split()[1]) * 1024
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "said"),
+    ("num_bytes", "text"),
     [
         (3 * GIB + 100, "3,221,225,572 bytes (3.0 GiB)"),
         (5 * 2**20, "5,242,880 bytes (5.0 MiB)"),
         (512, "512 bytes (0.5 KiB)"),
     ],
 )
-def test_bytes_in_units(num_bytes, said):
-    assert format_bytes(num_bytes) == said
+def test_bytes_in_units(num_bytes: int, text: str) -> None:
+    assert format_bytes(num_bytes) == text

@@ -32,6 +32,7 @@ from torch import Tensor
 from olmo_shard.dispatch.heap.base import SymmetricHeap
 from olmo_shard.distributed.agree import on_every_rank
 from olmo_shard.distributed.collectives import gather_objects
+from olmo_shard.distributed.long_waits import long_waits
 from olmo_shard.errors import HeapError, LostPeerError
 
 _FLAG_BYTES = 8
@@ -87,6 +88,15 @@ class SharedMemoryHeap(SymmetricHeap):
         self._flags[peer][flag] = value
 
     def wait(self, flags: Mapping[int, int], value: int, what: str) -> None:
+        def awaited() -> list[int]:
+            """The missing peers, as ranks in the world."""
+            missing = self._missing_peers(flags, value, what)
+            return [self._global_ranks[peer] for peer in missing]
+
+        with long_waits.watch(what, awaited):
+            self._wait(flags, value, what)
+
+    def _wait(self, flags: Mapping[int, int], value: int, what: str) -> None:
         begun = time.monotonic()
         next_check = begun + _DEATH_CHECK_SECONDS
         pause = _SLEEP_SECONDS[0]

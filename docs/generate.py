@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from olmo_shard.cli import app
 from olmo_shard.config import Config
-from olmo_shard.config.base import Section
+from olmo_shard.config.section import Section
 
 ROOT = Path(__file__).parents[1]
 BOUNDS = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}

@@ -1,6 +1,6 @@
 """Addresses of the regions of a mailbox, as the kernels compute them.
 
-See [Note: mailbox] in ``olmo_shard/dispatch/mailbox.py``.
+See [Note: mailbox] in ``olmo_shard/dispatch/mailbox/mailbox_layout.py``.
 
 Shape letters: W ranks, D width, m slots of a row.
 

@@ -1,6 +1,6 @@
 """Set the flags of an epoch at all peers, and wait for the flags that the peers set here.
 
-See [Note: mailbox] in ``olmo_shard/dispatch/mailbox.py``.
+See [Note: mailbox] in ``olmo_shard/dispatch/mailbox/mailbox_layout.py``.
 
 Shape letters: W ranks of the expert-parallel group.
 

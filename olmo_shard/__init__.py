@@ -1,6 +1,7 @@
 """olmo_shard: pretrain mixture-of-experts language models on CPUs and GPUs.
 
-Importing the package is cheap: it needs no GPU, no Triton and no network, and writes nothing.
+Importing the package takes little time. It needs no GPU, no Triton and no network, and writes no
+file.
 """
 
 from importlib.metadata import PackageNotFoundError, version

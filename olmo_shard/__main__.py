@@ -1,4 +1,4 @@
-"""``python -m olmo_shard`` is the same program as ``olmo-shard``."""
+"""``python -m olmo_shard`` runs the command line ``olmo-shard``."""
 
 from olmo_shard.cli import main
 

@@ -1,4 +1,4 @@
-"""The command line. Nothing heavy is imported until a command runs."""
+"""The command line. Heavy packages are imported when a command runs, not before."""
 
 import faulthandler
 import signal
@@ -60,8 +60,9 @@ def prepare(
     from olmo_shard.data.documents.report import Report
     from olmo_shard.data.prepare import PrepareOptions
     from olmo_shard.data.prepare import prepare as run_prepare
-    from olmo_shard.data.signals import ended_by_signals
+    from olmo_shard.data.termination import ended_by_signals
 
+    # Options that contradict each other are errors before any file is read.
     if (tokenizer is None) == (train_bpe is None):
         raise ConfigurationError("give exactly one of --tokenizer FILE and --train-bpe IDS")
     options = PrepareOptions(
@@ -72,6 +73,7 @@ def prepare(
         add_eos=add_eos,
         validation_fraction=validation_fraction,
     )
+    # A signal must also end the native code of the tokenizer.
     console = Console(highlight=False, soft_wrap=True)
     report = Report(skip_bad=skip_bad)
     with ended_by_signals():
@@ -92,8 +94,8 @@ def check(
     nproc: Annotated[int | None, typer.Option(min=1, help="Ranks of the run to check for.")] = None,
 ) -> None:
     """Validate a config, its data and its layout, and print it resolved."""
+    from olmo_shard.check import check as run_check
     from olmo_shard.config import load_config
-    from olmo_shard.tools.check import check as run_check
 
     print(run_check(load_config(config, overrides), nproc))
 
@@ -112,6 +114,7 @@ def train(
 
     loaded = load_config(config, overrides)
     info = rank_from_environment()
+    # torchrun, SLURM or bare variables have started this process as one rank of several.
     if info is not None:
         if nproc:
             raise LaunchError(
@@ -123,7 +126,11 @@ def train(
             print(note)
         _run_rank(loaded, info)
         return
-    _check_here(loaded, nproc or 1)
+
+    # No launcher has started this process: find every mistake before any rank starts.
+    from olmo_shard.train.checks import SCAN_LIMIT_BYTES, PlannedRun, run_checks
+
+    run_checks(PlannedRun(loaded, nproc or 1, scan_limit=SCAN_LIMIT_BYTES), "launcher")
     if nproc and nproc > 1:
         from olmo_shard.distributed.launch import launch_local
 
@@ -131,25 +138,8 @@ def train(
     _run_rank(loaded, None)
 
 
-def _check_here(config: "Config", world_size: int) -> None:
-    """All checks before any rank starts."""
-    from olmo_shard.distributed.runtime import check_machine
-    from olmo_shard.train.preflight import (
-        check_dispatch,
-        check_start,
-        preflight,
-        scan_before_training,
-    )
-
-    check_machine(config.run)
-    files = preflight(config, world_size)
-    check_dispatch(config, world_size)
-    check_start(config)
-    scan_before_training(files, config.model.vocab_size)
-
-
 def _run_rank(config: "Config", info: "RankInfo | None") -> None:
-    """Train as this rank; an error is also recorded where the launcher asked for it."""
+    """Train as this rank. An error is also written to the file that the launcher named."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
     from olmo_shard.distributed.failure import is_lost_peer, launcher_reports
@@ -157,9 +147,11 @@ def _run_rank(config: "Config", info: "RankInfo | None") -> None:
 
     @record
     def recorded() -> None:
+        """Train; ``record`` writes an exception to the launcher's error file."""
         try:
             run(config, info, scanned=info is None or launcher_reports())
         except RuntimeError as error:
+            # gloo reports a lost peer as a RuntimeError. Any other one is a fault of this program.
             if info is None or not is_lost_peer(str(error)):
                 raise
             first = str(error).splitlines()[0]
@@ -175,23 +167,26 @@ def _run_rank(config: "Config", info: "RankInfo | None") -> None:
 def _version(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
+    """Handle options that stand before the command."""
     if version:
         print(__version__)
         raise typer.Exit
 
 
 def main() -> None:
-    """Run a command; a user's mistake ends in one message and exit code 2, no traceback.
+    """Run a command. A user's mistake ends in one message and exit code 2, without a traceback.
 
     SIGUSR2 prints the stacks of all threads; see ``distributed.rank_files``.
     """
     faulthandler.register(signal.SIGUSR2, file=2)
+    # SIGTERM raises SystemExit, so that context managers clean up.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         app()
     except OlmoShardError as error:
         from olmo_shard.distributed.failure import launcher_reports
 
+        # A launcher prints the error itself, once for all ranks.
         if not launcher_reports():
             print(f"olmo-shard: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

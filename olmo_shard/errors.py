@@ -1,20 +1,20 @@
-"""The errors that a user sees: one clear message, no traceback, a stable exit code."""
+"""Errors for users: one clear message without a traceback, and a stable exit code."""
 
 
 class OlmoShardError(Exception):
-    """Base of all errors whose message is meant for the person at the terminal."""
+    """Base class of all errors whose message is for the person at the terminal."""
 
     exit_code = 1
 
 
 class ConfigurationError(OlmoShardError):
-    """A config field, an override or a combination of them is wrong."""
+    """A config field, an override, or a combination of them is wrong."""
 
     exit_code = 2
 
 
 class NothingLeftError(ConfigurationError):
-    """A run is at its end already."""
+    """The run has reached its end already, so there is no step to train."""
 
 
 class DataError(OlmoShardError):
@@ -24,26 +24,26 @@ class DataError(OlmoShardError):
 
 
 class LaunchError(OlmoShardError):
-    """The launcher's variables are missing or contradict each other."""
+    """The launcher's environment variables are missing or contradict each other."""
 
     exit_code = 2
 
 
 class CheckpointError(OlmoShardError):
-    """A checkpoint is missing, incomplete or does not fit the model."""
+    """A checkpoint is missing, incomplete, or does not fit the model."""
 
     exit_code = 2
 
 
 class HeapError(OlmoShardError):
-    """A symmetric heap cannot be made here."""
+    """A symmetric heap cannot be created on this machine."""
 
     exit_code = 2
 
 
 class TrainingError(OlmoShardError):
-    """Training cannot go on: too many skipped steps, a lost peer."""
+    """Training cannot continue, for example after too many skipped steps in a row."""
 
 
 class LostPeerError(TrainingError):
-    """Another rank is gone, or gives no sign in time: a consequence of something else."""
+    """Another rank has ended, or has not answered in time. The cause is on that rank."""

@@ -28,17 +28,17 @@ from local_ranks import run_ranks, start_together
 from output_folder import output_folder
 from torch import Tensor
 
-from olmo_shard.config import ParallelConfig
-from olmo_shard.dispatch.collective import CollectiveDispatcher
+from olmo_shard.dispatch.collective import CollectiveTransport
 from olmo_shard.dispatch.dispatcher import TokenDispatcher
 from olmo_shard.dispatch.heap.shared_memory import SharedMemoryHeap
-from olmo_shard.dispatch.mailbox import Mailbox
-from olmo_shard.dispatch.plan import make_plan
-from olmo_shard.dispatch.rowwise import RowwiseDispatcher
+from olmo_shard.dispatch.mailbox.mailbox_cpu import CpuMailbox
+from olmo_shard.dispatch.mailbox.mailbox_layout import mailbox_layout
+from olmo_shard.dispatch.pending_combine import start_combine
+from olmo_shard.dispatch.row_plan import make_plan
+from olmo_shard.dispatch.rowwise.rowwise_cpu import RowwiseCpuTransport
 from olmo_shard.distributed.collectives import gather_objects
 from olmo_shard.distributed.comm_stats import comm_stats
 from olmo_shard.distributed.mesh import Mesh
-from olmo_shard.parallel.connection import mailbox_layout
 
 ROUTINGS = ("uniform", "skewed", "one rank")
 
@@ -82,12 +82,18 @@ def _round_trips(
     topk_idx_TK = _route(routing, tokens, top_k, experts, mesh.expert_parallel, generator)
     topk_weights_TK = torch.rand(tokens, top_k, generator=generator)
 
-    parallel = ParallelConfig(expert_parallel=mesh.expert_parallel)
-    layout = mailbox_layout(experts, top_k, width, parallel, tokens)
+    layout = mailbox_layout(
+        num_experts=experts,
+        top_k=top_k,
+        width=width,
+        dtype=torch.float32,
+        num_ranks=mesh.expert_parallel,
+        max_tokens=tokens,
+    )
     heap = SharedMemoryHeap(mesh.ep, layout.arena_bytes, layout.num_flags, mesh.timeout)
-    mailbox = Mailbox(heap, layout)
-    rowwise = RowwiseDispatcher(experts, mailbox, tokens)
-    collective = CollectiveDispatcher(experts, mesh.ep)
+    mailbox = CpuMailbox(heap, layout)
+    rowwise = TokenDispatcher(RowwiseCpuTransport(mailbox, tokens), experts)
+    collective = TokenDispatcher(CollectiveTransport(mesh.ep), experts)
     plan = make_plan(topk_idx_TK, mesh.expert_parallel, experts // mesh.expert_parallel)
     own = plan.send_counts[mesh.rank]
     pairs_by_rank = gather_objects(plan.send_counts, mesh.control)
@@ -140,8 +146,9 @@ def _dispatch_and_combine(
 ) -> int:
     """Returns the bytes that this rank sent."""
     with comm_stats.measure() as sent:
-        rows = dispatcher.finish(dispatcher.start(x_TD, topk_idx_TK, topk_weights_TK))
-        dispatcher.combine(rows.x_RD, rows.handle)
+        pending = dispatcher.dispatch(x_TD, topk_idx_TK, topk_weights_TK)
+        rows = pending.receive()
+        start_combine(rows.x_RD, dispatcher.transport, rows.handle).wait()
     return sent.bytes.total()
 
 
@@ -169,7 +176,7 @@ def _per_expert(
     return remote * x_TD.shape[1] * x_TD.itemsize
 
 
-def _copies(mailbox: Mailbox, x_TD: Tensor, pairs_by_rank: list[list[int]]) -> Callable[[], int]:
+def _copies(mailbox: CpuMailbox, x_TD: Tensor, pairs_by_rank: list[list[int]]) -> Callable[[], int]:
     """Copies the rows of a round trip, without order and without waiting."""
     heap, layout = mailbox.heap, mailbox.layout
     rank, arenas = heap.rank, heap.arenas
@@ -177,12 +184,12 @@ def _copies(mailbox: Mailbox, x_TD: Tensor, pairs_by_rank: list[list[int]]) -> C
     sent = {peer: pairs_by_rank[rank][peer] for peer in peers}
     got = {peer: pairs_by_rank[peer][rank] for peer in peers}
     there = [
-        {peer: layout.region(arenas[peer], peer, slot, rank).rows for peer in peers}
-        for slot in range(2)
+        {peer: layout.region(arenas[peer], peer, buffer, rank).rows for peer in peers}
+        for buffer in range(2)
     ]
     here = [
-        {peer: layout.region(arenas[rank], rank, slot, peer).rows for peer in peers}
-        for slot in range(2)
+        {peer: layout.region(arenas[rank], rank, buffer, peer).rows for peer in peers}
+        for buffer in range(2)
     ]
     received = {peer: torch.zeros(got[peer], x_TD.shape[1]) for peer in peers}
     returned = {peer: torch.zeros(sent[peer], x_TD.shape[1]) for peer in peers}

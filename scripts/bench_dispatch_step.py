@@ -48,7 +48,7 @@ def steps(mesh: Mesh, path: str, turns: int) -> list[Row]:
             batches = random_window(config, mesh, window)
             begun = start_together(mesh)
             output = step(batches, LR)
-            step.optimizer.parallel_model.wait()
+            step.optimizer.parallel_model.wait_for_weights()
             seconds = max(gather_objects(time.perf_counter() - begun, mesh.control))
             row = {"ranks": mesh.world_size, "name": name, "turn": turn, "seconds": seconds}
             row["tokens"] = int(output.tokens)

@@ -19,8 +19,8 @@ from olmo_shard.config import OptimConfig, RunConfig, load_config
 from olmo_shard.distributed.mesh import build_mesh
 from olmo_shard.distributed.runtime import runtime
 from olmo_shard.nn.transformer import Transformer
-from olmo_shard.optim.adamw import SliceState, StepScalars, adamw_
 from olmo_shard.optim.sharded import DistributedOptimizer
+from olmo_shard.optim.update_rule import StepScalars
 from olmo_shard.parallel.apply import parallelize
 
 
@@ -64,21 +64,16 @@ def main() -> None:
 
 
 def _update(optimizer: DistributedOptimizer, divisor: Tensor | None) -> Callable[[], object]:
-    """Phase *step* alone, on the optimizer's own slices."""
-    states = [
-        SliceState(part.main, part.gradient(), exp_avg, exp_avg_sq, part.model)
-        for part, exp_avg, exp_avg_sq in zip(
-            optimizer.slices, optimizer.exp_avgs, optimizer.exp_avg_sqs, strict=True
-        )
-    ]
-    config, count = optimizer.config, torch.zeros_like(optimizer.step_count)
+    """Phase *step* alone, on the optimizer's slices."""
+    rule, count = optimizer.rule, torch.zeros_like(optimizer.step_count)
 
     def run() -> None:
         count.add_(1)
         skip = torch.zeros_like(count)
-        scalars = StepScalars(lr=1e-4, config=config, divisor=divisor, skip=skip, step=count)
-        for state, runs in zip(states, optimizer.decay_runs, strict=True):
-            adamw_(state, runs, scalars)
+        scalars = StepScalars(lr=1e-4, divisor=divisor, skip=skip, step=count)
+        rule.begin_step(scalars)
+        for part in optimizer.slices:
+            rule.update(part, scalars)
 
     return run
 

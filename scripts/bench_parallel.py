@@ -150,7 +150,7 @@ def _timed(
     begun = now()
     outputs = [step(each, LR) for each in windows[1:]]
     seconds = (now() - begun) / count
-    parallel_model.wait()
+    parallel_model.wait_for_weights()
     gather_objects(None, mesh.control)  # nobody starts the next mode before all have ended this one
     sent = (shaped_network.sent_bytes() - before) / (count + 1) if job["shaped"] else None
     waits: dict[str, float] = {}

@@ -17,7 +17,7 @@ from bench_tables import header
 
 from olmo_shard.config import load_config
 from olmo_shard.distributed.launch import launch_local
-from olmo_shard.train.records import FILE, read_records
+from olmo_shard.train.records import METRICS_FILE, read_records
 
 BF16 = ["parallel.compute_dtype=bfloat16"]
 ONE_RANK = ["parallel.expert_parallel=1"]
@@ -68,7 +68,9 @@ def trained(config: str, ranks: int, overrides: list[str], run_dir: Path) -> Fig
     """:raises SystemExit: where the run fails; it has printed why."""
     if launch_local(["train", config, *overrides, f"run.dir={run_dir}"], ranks):
         raise SystemExit(1)
-    return [(record["loss"], record["grad_norm"]) for record in read_records(run_dir / FILE)]
+    return [
+        (record["loss"], record["grad_norm"]) for record in read_records(run_dir / METRICS_FILE)
+    ]
 
 
 def distances(run: Figures, reference: Figures) -> list[str]:

@@ -7,11 +7,11 @@ machine with as many GPUs; only the pointers lead to the same memory.
 import torch
 from torch import Tensor
 
-from olmo_shard.dispatch.heap.device import DeviceHeap
-from olmo_shard.dispatch.mailbox import MailboxLayout
+from olmo_shard.dispatch.heap.symmetric_heap import GpuHeap
+from olmo_shard.dispatch.mailbox.mailbox_layout import MailboxLayout
 
 
-class VirtualHeap(DeviceHeap):
+class VirtualHeap(GpuHeap):
     """One rank's end of it."""
 
     def __init__(self, rank: int, arenas: list[Tensor], flags: list[Tensor]) -> None:
@@ -19,7 +19,7 @@ class VirtualHeap(DeviceHeap):
         self.arenas, self.every_flag = arenas, flags
         self.arena, self.flags = arenas[rank], flags[rank]
         self.arena_ptrs, self.flag_ptrs = _addresses(arenas), _addresses(flags)
-        self.far, self.staging, self.pes, self.bitcode = (), None, None, None
+        self.remote_ranks, self.staging, self.pes, self.bitcode = (), None, None, None
 
     def close(self) -> None:
         """Nothing to give back."""

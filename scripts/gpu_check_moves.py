@@ -17,10 +17,10 @@ from gpu_check_report import Setup, claim
 from gpu_check_row import Row
 from torch import Tensor
 
-from olmo_shard.dispatch.mailbox import MailboxLayout
-from olmo_shard.kernels.adamw import AdamWRates, AdamWTensors, adamw_triton, pack_scalars
+from olmo_shard.dispatch.mailbox.mailbox_layout import MailboxLayout
 from olmo_shard.kernels.capacity import capacity_triton
 from olmo_shard.kernels.expert_layout import expert_layout_triton
+from olmo_shard.kernels.fused_adamw import AdamWRates, AdamWTensors, adamw_triton, pack_scalars
 from olmo_shard.kernels.plan import PlanTensors, plan_triton
 from olmo_shard.kernels.pull_rows import pull_rows
 from olmo_shard.kernels.push_rows import push_rows

@@ -16,21 +16,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_check_inputs import Draw, Kind
+from gpu_check_inputs import Draw, Kind, Weights
 from gpu_check_report import Setup, close
 from gpu_check_row import Check, Row
 from torch import Tensor
 
-from olmo_shard.dispatch.device_mailbox import DeviceMailbox
+from olmo_shard.dispatch.dispatcher import TokenDispatcher
 from olmo_shard.dispatch.heap import nvshmem
-from olmo_shard.dispatch.heap.device import DeviceHeap
 from olmo_shard.dispatch.heap.nvshmem import NvshmemHeap
+from olmo_shard.dispatch.heap.symmetric_heap import GpuHeap
 from olmo_shard.dispatch.heap.torch_symmetric import TorchSymmetricHeap
-from olmo_shard.dispatch.local import LocalDispatcher
-from olmo_shard.dispatch.mailbox import MailboxLayout
-from olmo_shard.dispatch.rowwise_device import DeviceRowwiseDispatcher
+from olmo_shard.dispatch.local import LocalTransport
+from olmo_shard.dispatch.mailbox.mailbox_gpu import GpuMailbox
+from olmo_shard.dispatch.mailbox.mailbox_layout import MailboxLayout
+from olmo_shard.dispatch.rowwise.rowwise_gpu import RowwiseGpuTransport
 from olmo_shard.distributed.collectives import gather_objects
 from olmo_shard.errors import HeapError
+from olmo_shard.kernels.backend import Backend
 
 RANKS, TOKENS, EXPERTS, TOP_K, WIDTH, HIDDEN = 2, (7, 4), 6, 2, 64, 32
 LAYOUT = MailboxLayout(
@@ -127,7 +129,7 @@ def _rank(rank: int, port: int, setup: Setup, name: str, results: Any) -> None:
 def equality(
     setup: Setup,
     group: dist.ProcessGroup,
-    make_heap: Callable[[int, int], DeviceHeap],
+    make_heap: Callable[[int, int], GpuHeap],
     kinds: tuple[Kind, ...] = KINDS,
 ) -> list[Row]:
     """Several layers on one heap, forward and backward, against ``local``; collective.
@@ -136,7 +138,8 @@ def equality(
     :param kinds: of routing, a layer each.
     """
     heap = make_heap(LAYOUT.arena_bytes, LAYOUT.num_flags)
-    there = DeviceRowwiseDispatcher(EXPERTS, DeviceMailbox(heap, LAYOUT, WAIT), max(TOKENS))
+    transport = RowwiseGpuTransport(GpuMailbox(heap, LAYOUT, WAIT), max(TOKENS))
+    there = TokenDispatcher(transport, EXPERTS, backend="triton")
     gather_objects(None, group)  # nobody puts before all have made theirs
     try:
         return [_layer(setup, group.rank(), there, kind) for kind in kinds]
@@ -144,7 +147,7 @@ def equality(
         there.close()
 
 
-def _layer(setup: Setup, rank: int, there: DeviceRowwiseDispatcher, kind: Kind) -> Row:
+def _layer(setup: Setup, rank: int, there: TokenDispatcher, kind: Kind) -> Row:
     draw = Draw(setup, f"two ranks {kind}")
     whole = draw.experts(EXPERTS, WIDTH, HIDDEN, torch.float32)
     inputs = [_inputs(draw, kind, tokens) for tokens in TOKENS]
@@ -154,8 +157,9 @@ def _layer(setup: Setup, rank: int, there: DeviceRowwiseDispatcher, kind: Kind) 
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     found = _through(there, mine, inputs[rank], "triton")
     there.check()
+    local_dispatcher = TokenDispatcher(LocalTransport(), EXPERTS)
     for other in range(RANKS):
-        expected = _through(LocalDispatcher(EXPERTS), reference, inputs[other], "reference")
+        expected = _through(local_dispatcher, reference, inputs[other], "reference")
         if other == rank:
             names = ("out", "dx", "router")
             both = zip(found, expected, strict=True)
@@ -173,13 +177,15 @@ def _inputs(draw: Draw, kind: Kind, tokens: int) -> tuple[Tensor, ...]:
     return draw.normal(tokens, WIDTH), draw.normal(tokens, WIDTH), *routing
 
 
-def _through(there: Any, weights: Any, inputs: tuple[Tensor, ...], kernels: str) -> list[Tensor]:
+def _through(
+    dispatcher: TokenDispatcher, weights: Weights, inputs: tuple[Tensor, ...], backend: Backend
+) -> list[Tensor]:
     """Output, gradients of tokens and of router weights; the experts' gradients add up."""
     x, dout, idx, router = (each.clone() for each in inputs)
     x.requires_grad_()
     router.requires_grad_()
-    flight = there.start(x, idx, router)
-    out = there.run(flight, lambda rows: rows.through(*weights, None, kernels))
+    pending = dispatcher.dispatch(x, idx, router)
+    out = pending.run_experts(*weights, None, backend).wait()
     out.backward(dout)
     assert x.grad is not None
     assert router.grad is not None

@@ -127,7 +127,7 @@ def train(config: Config, mesh: Mesh, mode: Mode, seed: int) -> tuple[list[float
     for _ in range(STEPS):
         begun = now()
         output = step(window, LR)
-        parallel_model.wait()
+        parallel_model.wait_for_weights()
         seconds.append(now() - begun)
         assert bool(output.applied), step.skip_cause(output)
         losses.append(float(output.sums.cross_entropy / output.tokens))

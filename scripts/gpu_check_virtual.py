@@ -2,8 +2,10 @@
 
 The kernels of all ranks run in turn, phase by phase, so that every wait finds its flags set::
 
-    forward   all push | all pull, experts | all push_pairs_back | all pull_back
-    backward  all push | all pull, experts' backward, push_pairs_back | all pull_back
+    forward   all send_rows | all receive_rows, experts | all return_pairs
+              | all receive_returned_rows
+    backward  all send_rows | all receive_rows, experts' backward, return_pairs
+              | all receive_returned_rows
 
 The reference runs each rank's tokens through all experts in FP32, without any exchange.
 """
@@ -20,13 +22,13 @@ from gpu_check_report import Pairs, Setup, close, equal, poisoned
 from gpu_check_row import Check, Row
 from torch import Tensor
 
-from olmo_shard.dispatch.capacity import most_rows
-from olmo_shard.dispatch.device_mailbox import DeviceMailbox
-from olmo_shard.dispatch.exchange import DispatchHandle
-from olmo_shard.dispatch.local import LocalDispatcher
-from olmo_shard.dispatch.mailbox import MailboxLayout
-from olmo_shard.dispatch.plan import DispatchPlan
-from olmo_shard.dispatch.rowwise_device import DeviceRowwiseDispatcher
+from olmo_shard.dispatch.dispatcher import TokenDispatcher
+from olmo_shard.dispatch.local import LocalTransport
+from olmo_shard.dispatch.mailbox.mailbox_gpu import GpuMailbox
+from olmo_shard.dispatch.mailbox.mailbox_layout import MailboxLayout, mailbox_layout
+from olmo_shard.dispatch.row_plan import DispatchPlan, make_plan
+from olmo_shard.dispatch.rowwise.rowwise_gpu import RowwiseGpuTransport, most_pairs
+from olmo_shard.dispatch.transport import DispatchHandle
 from olmo_shard.distributed.comm_stats import comm_stats
 from olmo_shard.kernels.expert_layout import expert_layout
 from olmo_shard.kernels.grouped_mlp import (
@@ -60,13 +62,14 @@ class Case(NamedTuple):
         return len(self.tokens)
 
     def layout(self) -> MailboxLayout:
-        most, ranks = max(self.tokens), self.num_ranks
-        return MailboxLayout(
-            num_ranks=ranks,
-            max_rows=most_rows(most, self.top_k, self.experts, ranks, self.capacity_factor),
-            num_slots=min(self.top_k, self.experts // ranks),
+        return mailbox_layout(
+            num_experts=self.experts,
+            top_k=self.top_k,
             width=self.width,
             dtype=self.dtype,
+            num_ranks=self.num_ranks,
+            max_tokens=max(self.tokens),
+            capacity_factor=self.capacity_factor,
         )
 
 
@@ -112,49 +115,55 @@ class VirtualRank:
     rows: Tensor
 
     def __init__(self, case: Case, heap: VirtualHeap, whole: Weights) -> None:
-        mailbox = DeviceMailbox(heap, case.layout(), TIMEOUT)
+        mailbox = GpuMailbox(heap, case.layout(), TIMEOUT)
         most, factor = max(case.tokens), case.capacity_factor
-        self.there = DeviceRowwiseDispatcher(case.experts, mailbox, most, factor)
+        max_pairs = most_pairs(case.layout(), most, case.top_k, case.experts, factor)
+        self.transport = RowwiseGpuTransport(mailbox, most, max_pairs)
+        self.dispatcher = TokenDispatcher(self.transport, case.experts, factor, "triton")
         local = case.experts // case.num_ranks
         self.weights = whole.of(range(heap.rank * local, (heap.rank + 1) * local))
         mains = (torch.zeros_like(each, dtype=torch.float32) for each in self.weights)
         self.mains = MainGrads(*mains)
 
-    def push(self, tokens: Tokens) -> None:
+    def send(self, tokens: Tokens) -> None:
         labelled = torch.ones(len(tokens.x), dtype=torch.bool, device=tokens.x.device)
-        self.plan = self.there.plan(self.there.admit(tokens.idx, tokens.weights, labelled), 0)
-        self.there.push(tokens.x, self.plan, tokens.weights)
+        kept = self.dispatcher.apply_capacity(tokens.idx, tokens.weights, labelled)
+        ranks, experts = self.transport.num_ranks, self.dispatcher.num_local_experts
+        self.plan = make_plan(kept, ranks, experts, backend="triton")
+        self.transport.send_rows(tokens.x, self.plan, tokens.weights)
 
-    def pull_and_run(self) -> None:
-        self.rows, weights_Rm, experts_Rm, max_pairs, counts = self.there.pull()
-        assert weights_Rm is not None
-        assert experts_Rm is not None
-        self.handle = DispatchHandle(plan=self.plan, recv_counts=counts)
-        layout = expert_layout(experts_Rm, len(self.weights.down), max_pairs, "triton")
-        weight_P = weight_of_pairs(weights_Rm, layout.slot_P)
+    def receive_and_run(self) -> None:
+        received = self.transport.receive_rows()
+        assert received.weights_Rm is not None
+        assert received.local_expert_Rm is not None
+        self.rows, self.handle = received.x_RD, received.handle
+        num_experts = len(self.weights.down)
+        layout = expert_layout(received.local_expert_Rm, num_experts, received.max_pairs, "triton")
+        weight_P = weight_of_pairs(received.weights_Rm, layout.slot_P)
         gate_up, down = self.weights
         fixed = gate_up, down, layout.row_P, layout.offsets
         self.y_PD, h_P2F = grouped_mlp_fwd(self.rows, weight_P, *fixed)
         self.saved, self.pair_Rm = Saved(self.rows, weight_P, h_P2F, *fixed), layout.pair_Rm
 
-    def push_back(self) -> None:
-        self.there.push_pairs_back(self.y_PD, self.pair_Rm, self.handle)
+    def return_outputs(self) -> None:
+        self.transport.return_pairs(self.y_PD, self.pair_Rm, self.handle)
 
-    def pull_back(self) -> Tensor:
-        return self.there.pull_back(self.plan)[0]
+    def receive_outputs(self) -> Tensor:
+        return self.transport.receive_returned_rows(self.plan)[0]
 
-    def push_gradient(self, tokens: Tokens) -> None:
-        self.there.push(tokens.dout, self.plan, recv_counts=self.handle.recv_counts)
+    def send_gradient(self, tokens: Tokens) -> None:
+        recv_counts = self.handle.recv_counts
+        self.transport.send_rows(tokens.dout, self.plan, recv_counts=recv_counts)
 
     def run_backward(self) -> None:
-        dy_RD = self.there.pull().rows_RD
+        dy_RD = self.transport.receive_rows().x_RD
         dx_PD, dweight_P = grouped_mlp_bwd(dy_RD, self.saved, *self.mains, add=True)
         dweights_Rm = weight_of_slots(dweight_P, self.pair_Rm)
-        self.there.push_pairs_back(dx_PD, self.pair_Rm, self.handle, dweights_Rm)
+        self.transport.return_pairs(dx_PD, self.pair_Rm, self.handle, dweights_Rm)
 
-    def pull_gradient(self) -> tuple[Tensor, Tensor]:
+    def receive_gradient(self) -> tuple[Tensor, Tensor]:
         """Of the tokens and of their router weights."""
-        dx_TD, dweights_Sm = self.there.pull_back(self.plan)
+        dx_TD, dweights_Sm = self.transport.receive_returned_rows(self.plan)
         assert dweights_Sm is not None
         return dx_TD, self.plan.weights_by_route(dweights_Sm)
 
@@ -184,7 +193,7 @@ def check_case(setup: Setup, case: Case) -> Iterator[Row]:
         counted = torch.tensor([sent.bytes["rows"], sent.bytes["metadata"]])
         sizes[f"round {turn}"] = counted, predicted_bytes(case, kept)
     for each in ranks:
-        each.there.check()
+        each.dispatcher.check()
     for index, name in enumerate(("up", "down")):
         mine, leaf = torch.cat([each.mains[index] for each in ranks]), reference[index]
         assert leaf.grad is not None
@@ -223,17 +232,17 @@ def _tokens(draw: Draw, case: Case, rank: int) -> Tokens:
 def exchange(ranks: list[VirtualRank], tokens: list[Tokens]) -> list[tuple[Tensor, ...]]:
     """Of each rank: output, gradients of its tokens and of their router weights."""
     for rank, mine in zip(ranks, tokens, strict=True):
-        rank.push(mine)
+        rank.send(mine)
     for rank in ranks:
-        rank.pull_and_run()
+        rank.receive_and_run()
     for rank in ranks:
-        rank.push_back()
-    out = [rank.pull_back() for rank in ranks]
+        rank.return_outputs()
+    out = [rank.receive_outputs() for rank in ranks]
     for rank, mine in zip(ranks, tokens, strict=True):
-        rank.push_gradient(mine)
+        rank.send_gradient(mine)
     for rank in ranks:
         rank.run_backward()
-    gradients = [rank.pull_gradient() for rank in ranks]
+    gradients = [rank.receive_gradient() for rank in ranks]
     return [(each, *more) for each, more in zip(out, gradients, strict=True)]
 
 
@@ -241,11 +250,10 @@ def local(case: Case, tokens: Tokens, whole: Weights) -> tuple[Tensor, ...]:
     """One rank's tokens through all experts: the same three, and the routes that were kept."""
     x = tokens.x.float().requires_grad_()
     weights = tokens.weights.clone().requires_grad_()
-    here = LocalDispatcher(case.experts, case.capacity_factor)
+    dispatcher = TokenDispatcher(LocalTransport(), case.experts, case.capacity_factor)
     labelled = torch.ones(len(x), dtype=torch.bool, device=x.device)
-    kept = here.admit(tokens.idx, weights, labelled)
-    flight = here.start(x, kept, weights)
-    out = here.run(flight, lambda rows: rows.through(*whole, None, "reference"))
+    kept = dispatcher.apply_capacity(tokens.idx, weights, labelled)
+    out = dispatcher.dispatch(x, kept, weights).run_experts(*whole, None, "reference").wait()
     out.backward(tokens.dout.float())
     assert x.grad is not None
     assert weights.grad is not None

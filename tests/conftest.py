@@ -15,12 +15,12 @@ from tests.support.ranks import RankGroup
 
 NUMERIC = (
     "dispatch/test_capacity.py",
-    "dispatch/test_dispatchers.py",
-    "dispatch/test_rowwise_device.py",
-    "dispatch/test_sum_rows.py",
+    "dispatch/test_dispatcher.py",
+    "dispatch/test_rowwise_gpu.py",
+    "dispatch/test_sum_returned_rows.py",
     "distributed/test_collectives.py",
     "kernels/test_accumulate_grad.py",
-    "kernels/test_adamw.py",
+    "kernels/test_fused_adamw.py",
     "kernels/test_grouped_kernels.py",
     "kernels/test_grouped_mlp.py",
     "kernels/test_transport.py",
@@ -33,9 +33,9 @@ NUMERIC = (
     "parallel/test_main_grads.py",
     "parallel/test_reduce.py",
     "parallel/test_triton_training.py",
-    "test_cli.py::test_a_resumed_run_is_bitwise_the_uninterrupted_one",
-    "test_cli.py::test_evaluation_changes_nothing",
     "test_cpu_kernels.py",
+    "test_resume.py::test_a_resumed_run_is_bitwise_the_uninterrupted_one",
+    "test_training.py::test_evaluation_changes_nothing",
     "train/test_checkpoint.py",
     "train/test_no_labels.py",
     "train/test_trainer.py",
@@ -45,12 +45,13 @@ CPU kernels, which add in other orders.
 """
 
 PROCESSES = (
-    "dispatch/test_rowwise.py",
+    "dispatch/test_rowwise_cpu.py",
     "dispatch/test_shared_memory.py",
     "distributed/test_rank_files.py",
     "kernels/test_grouped_ptx.py",
     "kernels/test_transport_ahead.py",
     "test_cpu_kernels.py",
+    "test_first_run.py",
     "test_gpu_check",
     "test_jobs.py",
     "test_launch_scripts.py",

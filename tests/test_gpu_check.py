@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton exists on Linux alone")
 
 from olmo_shard.distributed.runtime import Runtime
 from tests.support.blocked import without
-from tests.support.device_heap import SharedDeviceHeap
+from tests.support.device_heap import SharedGpuHeap
 from tests.support.ranks import mesh_of
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -154,7 +154,7 @@ def two_ranks(rank: Runtime) -> list[Any]:
     setup = gpu_check_report.Setup(torch.device("cpu"), 3)
     # Rows are sent back as plain tuples: the other side may not know their type.
     rows = gpu_check_ranks.equality(
-        setup, group, lambda *_: SharedDeviceHeap(group, gpu_check_ranks.LAYOUT), ("skewed",)
+        setup, group, lambda *_: SharedGpuHeap(group, gpu_check_ranks.LAYOUT), ("skewed",)
     )
     return [tuple(row) for row in rows]
 

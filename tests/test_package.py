@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ORDER = [
-    "errors", "config", "distributed", "kernels", "dispatch", "nn", "parallel", "optim", "data",
-    "train", "experiment", "tools", "cli",
+    "errors", "config", "data", "distributed", "kernels", "dispatch", "nn", "parallel", "optim",
+    "train", "experiment", "check", "cli",
 ]  # fmt: skip
 
 

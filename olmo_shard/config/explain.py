@@ -1,4 +1,4 @@
-"""What is wrong with a config: field, value, rule, the file that has it, and the way out."""
+"""Error messages for an invalid config: field, value, rule, the file that sets it, and a remedy."""
 
 import difflib
 from collections.abc import Iterator
@@ -9,32 +9,40 @@ from pydantic import BaseModel, ValidationError
 from olmo_shard.config.root import Config
 
 Place = tuple[str, ...]
-"""The parts of a dotted name."""
+"""The parts of a dotted field name: ``("train", "steps")``."""
 Origins = dict[Place, str]
-"""The file or override that each key comes from."""
+"""File or override that sets each key."""
 
 _RENAMED = {
     "parallel.ddp.overlap_reduce": "parallel.ddp.overlap_grad_reduce",
     "parallel.ddp.overlap_gather": "parallel.ddp.overlap_param_gather",
 }
-"""Fields of earlier versions, with the fields that took their place."""
+"""Field names of earlier versions, and the names of today."""
 
 
 def origins_of(tree: dict[str, Any], source: str, above: Place = ()) -> Origins:
-    """All keys of a file, sections included."""
-    found: Origins = {}
+    """Return the origin of every key of a file, sections included.
+
+    :param tree: content of the file.
+    :param source: name of the file, for messages.
+    :param above: place of the section that ``tree`` is.
+    """
+    origins: Origins = {}
     for key, value in tree.items():
         place = (*above, str(key))
-        found[place] = source
+        origins[place] = source
         if isinstance(value, dict):
-            found |= origins_of(value, source, place)
-    return found
+            origins |= origins_of(value, source, place)
+    return origins
 
 
-def merged_origins(below: Origins, over: Origins) -> Origins:
-    """Origins of a file over another one; a section that both files have is from neither."""
-    both = {place for place in below.keys() & over.keys() if _is_section(place, below)}
-    return {place: name for place, name in (below | over).items() if place not in both}
+def merged_origins(base: Origins, over: Origins) -> Origins:
+    """Return the origins of a file merged over its base.
+
+    A section that both files have has no origin: only its fields have one.
+    """
+    in_both = {place for place in base.keys() & over.keys() if _is_section(place, base)}
+    return {place: name for place, name in (base | over).items() if place not in in_both}
 
 
 def _is_section(place: Place, origins: Origins) -> bool:
@@ -42,9 +50,10 @@ def _is_section(place: Place, origins: Origins) -> bool:
 
 
 def explain(error: ValidationError, path: str, origins: Origins) -> str:
-    """One message for all that is wrong.
+    """Return one message with a line per problem.
 
-    :param path: the config that the user named; only other origins are mentioned.
+    :param path: config file that the user named. A line names the origin of its field only if that
+        is another file, or an override.
     """
     lines = dict.fromkeys(
         _explain(item) + _from_elsewhere(_location(item), path, origins)
@@ -54,15 +63,18 @@ def explain(error: ValidationError, path: str, origins: Origins) -> str:
 
 
 def _explain(item: Any) -> str:
+    """One line for one of pydantic's errors."""
     location = _location(item)
     where = ".".join(location)
     if item["type"] == "extra_forbidden":
         return f"  {where}: unknown key (value {item['input']!r}){_valid_key(location)}"
     if item["type"] == "missing":
         return f"  {where}: missing; it has no default"
+    # Rules of this package (value_error) name the values themselves; pydantic's rules do not.
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error":
         return f"  {where}: {message}" if where else f"  {message}"
+    # pydantic's texts for these types name Python classes.
     if item["type"] in ("model_type", "model_attributes_type"):
         message = "a section is needed, with fields below it"
     if item["type"] == "int_type" and isinstance(item["input"], float):
@@ -71,17 +83,18 @@ def _explain(item: Any) -> str:
 
 
 def _from_elsewhere(location: Place, path: str, origins: Origins) -> str:
-    """The file or override that has a field, where the user named another file."""
+    """The origin of a field in brackets, unless it is the file that the user named."""
+    # From the field upwards: a missing field has no origin, but its section may have one.
     for end in range(len(location), 0, -1):
         place = location[:end]
-        # A list has one origin for all its items, a section has one for each of its fields.
+        # All items of a list have one origin. A section has one origin per field.
         if place in origins and (end == len(location) or not _is_section(place, origins)):
             return f" (in {origins[place]})" if origins[place] != path else ""
     return ""
 
 
 def _location(item: Any) -> Place:
-    # The alternatives of a union are marked by what pydantic calls them: not a part of the path.
+    """The place of an error, without the names that pydantic adds for the members of a union."""
     return tuple(str(part) for part in item["loc"] if not _is_union_tag(str(part)))
 
 
@@ -90,9 +103,10 @@ def _is_union_tag(part: str) -> bool:
 
 
 def _valid_key(location: Place) -> str:
-    """The key that was probably meant: of this name elsewhere, else the nearest one here."""
+    """A hint at the intended key: the new name, the same name elsewhere, or a similar name here."""
     if ".".join(location) in _RENAMED:
         return f"; it is called {_RENAMED['.'.join(location)]} now"
+    # A field in the wrong section is more likely than a typing error.
     name = location[-1]
     elsewhere = [".".join(place) for place in _fields(Config) if place[-1] == name]
     if elsewhere:
@@ -103,13 +117,13 @@ def _valid_key(location: Place) -> str:
 
 
 def _generic(place: Place) -> Place:
-    """Without numbers of list items and names of validation sets, as ``_fields`` has them."""
+    """The place without list indices and names of validation sets, as ``_fields`` spells it."""
     generic = tuple(part for part in place if not part.isdecimal())
     return generic[:2] if generic[:2] == ("data", "validation") else generic
 
 
 def _fields(model: type[BaseModel], above: Place = ()) -> Iterator[Place]:
-    """Every field of the config, sections included."""
+    """The places of all fields of the config, sections included."""
     for name, field in model.model_fields.items():
         yield (*above, name)
         for section in _models_in(field.annotation):
@@ -117,6 +131,8 @@ def _fields(model: type[BaseModel], above: Place = ()) -> Iterator[Place]:
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that a field may hold: its type, or the members of a union or list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [m for arg in getattr(annotation, "__args__", ()) for m in _models_in(arg)]
+    arguments = getattr(annotation, "__args__", ())
+    return [model for argument in arguments for model in _models_in(argument)]

@@ -1,4 +1,4 @@
-"""From a YAML file and dotted overrides to a validated Config."""
+"""Loading: from a YAML file and dotted overrides to a validated ``Config``."""
 
 import io
 from pathlib import Path
@@ -14,17 +14,20 @@ from olmo_shard.errors import ConfigurationError
 
 
 def load_config(path: str, overrides: list[str] | None = None) -> Config:
-    """Read, extend, override and validate a config.
+    """Read, merge and validate a config. Overrides win over the file, the file over its base.
 
-    :param path: a YAML 1.2 file; ``extends: other.yaml`` (relative to it) is merged below it.
-    :param overrides: ``section.field=value`` with the value in YAML; list items go by number.
-    :raises ConfigurationError: naming the field, its value, the rule and the nearest valid key.
+    :param path: YAML 1.2 file. ``extends: other.yaml`` names its base, relative to the file.
+    :param overrides: ``section.field=value`` with the value in YAML. ``data.sources.0.weight=2.0``
+        sets a field of the first item of a list.
+    :raises ConfigurationError: with the field, its value, the rule and the nearest valid key.
     """
+    # 1. Merge: files from the base upwards, then overrides. Remember the origin of each key.
     tree, origins = _read_tree(Path(path), ())
     for override in overrides or []:
         _apply_override(tree, override)
         name = override.partition("=")[0]
         origins[tuple(name.split("."))] = f"the override {override}"
+    # 2. Validate the result as a whole, so that all problems are in one message.
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -32,10 +35,11 @@ def load_config(path: str, overrides: list[str] | None = None) -> Config:
 
 
 def dump_yaml(config: Config) -> str:
-    """The resolved config as YAML that ``load_config`` reads back to an equal config."""
+    """Return the resolved config as YAML. ``load_config`` reads it back to an equal config."""
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
     yaml.width = 120
+    # Keep the order of the models, which is the order of the documentation.
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     buffer = io.StringIO()
     yaml.dump(config.model_dump(), buffer)
@@ -43,7 +47,10 @@ def dump_yaml(config: Config) -> str:
 
 
 def _read_tree(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], Origins]:
-    """The sections of a file over those of the file that it extends, and the origin of each key."""
+    """The content of a file merged over the file that it extends, and the origin of each key.
+
+    :param seen: files that extend this one, to detect a circle.
+    """
     if path.resolve() in seen:
         chain = " -> ".join(str(p) for p in (*seen, path))
         raise ConfigurationError(f"extends goes round in a circle: {chain}")
@@ -55,17 +62,19 @@ def _read_tree(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], Orig
         raise ConfigurationError(f"the config {path} is not UTF-8 text") from error
     if not isinstance(tree, dict):
         raise ConfigurationError(f"the config {path} holds no sections (a YAML mapping is needed)")
+    # ``extends`` is no section: take it out before the fields are compared with the models.
     base = tree.pop("extends", None)
     origins = origins_of(tree, str(path))
     if base is None:
         return tree, origins
     if not isinstance(base, str):
         raise ConfigurationError(f"{path}: extends = {base!r} must be the path of one YAML file")
-    below, below_origins = _read_tree(path.parent / base, (*seen, path.resolve()))
-    return _merge(below, tree), merged_origins(below_origins, origins)
+    base_tree, base_origins = _read_tree(path.parent / base, (*seen, path.resolve()))
+    return _merge(base_tree, tree), merged_origins(base_origins, origins)
 
 
 def _yaml(text: str, where: str) -> Any:
+    """Parse YAML 1.2; ``where`` names the file or override in errors."""
     try:
         return YAML(typ="safe", pure=True).load(text)
     except MarkedYAMLError as error:
@@ -78,21 +87,24 @@ def _yaml(text: str, where: str) -> Any:
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Merge section by section; lists and plain values of ``over`` replace those of ``base``."""
     merged = dict(base)
     for key, value in over.items():
-        below = merged.get(key)
-        if isinstance(below, dict) and isinstance(value, dict):
-            value = _merge(below, value)
+        earlier = merged.get(key)
+        if isinstance(earlier, dict) and isinstance(value, dict):
+            value = _merge(earlier, value)
         merged[key] = value
     return merged
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set one field of the tree in place; missing sections on the way are created."""
     dotted, equals, text = override.partition("=")
     if not equals or not dotted:
         raise ConfigurationError(
             f"override {override!r}: write section.field=value, for example train.steps=50"
         )
+    # Walk down to the section or list that holds the field.
     *parents, last = dotted.split(".")
     node: Any = tree
     for part in parents:
@@ -102,15 +114,17 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
             _set(node, part, child)
         node = child
     value = _yaml(text, f"override {override!r}")
-    _child(node, last, override)
+    _child(node, last, override)  # raises if the node cannot hold the field
     _set(node, last, value)
 
 
 def _set(node: Any, part: str, value: Any) -> None:
+    """Set a field of a section, or an item of a list."""
     node[int(part) if isinstance(node, list) else part] = value
 
 
 def _child(node: Any, part: str, override: str) -> Any:
+    """Return a field of a section, ``None`` if it is missing, or an item of a list."""
     if isinstance(node, dict):
         return node.get(part)
     if isinstance(node, list):

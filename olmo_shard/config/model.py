@@ -2,41 +2,60 @@
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from olmo_shard.config.base import Section
+from olmo_shard.config.section import Section
+
+MODEL_FAMILIES = {"transformer": "olmo_shard.nn.transformer:Transformer"}
+"""Import path of each model family's class. Paths, since the config imports no torch."""
+
+ATTENTIONS = {"grouped_query": "olmo_shard.nn.attention:Attention"}
+"""Import path of each attention's class."""
 
 
 class RouterConfig(Section):
+    """How a MoE layer chooses and weights experts, and how it balances their load."""
+
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """How FP32 logits become scores."""
+    """Function from the FP32 router logits to scores: ``softmax`` over all experts, or ``sigmoid``
+    of each logit.
+    """
     score_order: Literal["before_topk", "after_topk"] = "before_topk"
-    """Score all experts and take the top k, or take the top k logits and score those alone."""
+    """``before_topk`` scores all experts and takes the top k scores. ``after_topk`` takes the top k
+    logits and scores only those.
+    """
     normalize: bool = False
-    """Divide the k weights of a token by their sum."""
+    """If true, the k weights of a token are divided by their sum (``norm_topk_prob`` elsewhere)."""
     scale: float = Field(default=1.0, gt=0)
-    """Factor on the weights, after normalisation."""
+    """Factor on the weights, applied after normalisation."""
     lb_loss_weight: float = Field(default=0.0, ge=0)
-    """Weight of the load-balancing loss of each MoE layer, which is 1.0 at perfect balance."""
+    """Weight of the load-balancing loss per MoE layer. The loss is 1.0 at perfect balance."""
     lb_loss_scope: Literal["global", "sequence", "micro_batch"] = "global"
-    """Over which tokens the expert fractions f are counted; ``micro_batch`` depends on the split.
+    """Tokens over which the load-balancing loss counts the share of each expert. ``global``: the
+    global batch of the previous step. ``sequence``: each sequence. ``micro_batch``: each
+    micro-batch, so that the result depends on micro_batch_tokens.
     """
     z_loss_weight: float = Field(default=0.0, ge=0)
-    """Weight of the router z-loss, logsumexp(logits) squared, of each MoE layer."""
+    """Weight of the router z-loss, logsumexp(logits) squared, per MoE layer."""
     bias_gamma: float = Field(default=0.0, ge=0)
-    """Step of the loss-free balancing bias, added to the scores for selection only; 0 turns it off.
+    """Amount by which each step moves the expert bias of loss-free balancing. The bias is added to
+    the scores for the choice of experts only. 0 turns the bias off.
     """
 
 
 class MoEConfig(Section):
+    """The experts of the MoE layers."""
+
     num_experts: int = Field(gt=0)
-    """Routed experts of a layer, over all ranks."""
+    """Number of routed experts per layer, over all ranks."""
     top_k: int = Field(gt=0)
-    """Experts that each token visits."""
+    """Number of routed experts per token."""
     hidden: int = Field(gt=0)
-    """Width of a routed expert's hidden layer."""
+    """Hidden width of one routed expert."""
     num_shared_experts: int = Field(default=0, ge=0)
-    """Experts that every token visits; they are computed as one wide feed-forward."""
+    """Number of experts that compute every token. They are computed as one feed-forward layer of
+    num_shared_experts x hidden.
+    """
     router: RouterConfig = RouterConfig()
 
     @model_validator(mode="after")
@@ -50,53 +69,71 @@ class MoEConfig(Section):
 
 
 class ModelConfig(Section):
+    """The shape of a decoder-only transformer, dense or with routed experts."""
+
+    family: str = "transformer"
+    """Kind of model: a name in ``MODEL_FAMILIES``."""
     vocab_size: int = Field(gt=1, le=2**32)
-    """Rows of the embedding; must cover the ids of the data."""
+    """Number of rows of the embedding. All ids of the data must be below it."""
     d_model: int = Field(gt=0)
     """Width of the residual stream."""
     n_layers: int = Field(gt=0)
-    """Transformer blocks."""
+    """Number of transformer blocks."""
+    attention: str = "grouped_query"
+    """Kind of attention: a name in ``ATTENTIONS``."""
     n_heads: int = Field(gt=0)
-    """Query heads."""
+    """Number of query heads."""
     n_kv_heads: int | None = Field(default=None, gt=0)
-    """Key and value heads; null means as many as query heads."""
+    """Number of key and value heads. Null means as many as query heads."""
     head_dim: int | None = Field(default=None, gt=0)
-    """Width of a head; null means d_model / n_heads."""
+    """Width of one head. Null means d_model / n_heads."""
     qk_norm: Literal["none", "head", "full"] = "none"
-    """RMSNorm on queries and keys: over each head, or over all heads at once."""
+    """RMSNorm on queries and keys: ``head`` normalises each head, ``full`` all heads together."""
     norm_position: Literal["pre", "post"] = "pre"
-    """x + f(norm(x)), or x + norm(f(x))."""
+    """Position of a block's norms: ``pre`` is x + f(norm(x)), ``post`` is x + norm(f(x))."""
     norm_eps: float = Field(default=1e-6, gt=0)
+    """Epsilon of every RMSNorm, added to the mean square."""
     rope_theta: float = Field(default=10_000.0, gt=0)
     """Base of the rotary frequencies."""
     ffn_hidden: int | None = Field(default=None, gt=0)
-    """Hidden width of the dense feed-forwards; needed only where a block has one."""
+    """Hidden width of the dense feed-forward layers. Null is for models without such layers."""
     n_dense_layers: int = Field(default=0, ge=0)
-    """The first blocks that keep a dense feed-forward in an MoE model."""
+    """Number of blocks, from the first on, that have a dense feed-forward layer in a MoE model."""
     tie_embeddings: bool = False
-    """Use the embedding as output head."""
+    """If true, the output head uses the weight of the embedding."""
     moe: MoEConfig | None = None
-    """Routed experts; null makes a dense model."""
+    """Routed experts. Null makes a dense model."""
     z_loss_weight: float = Field(default=0.0, ge=0)
-    """Weight of the z-loss on the output logits."""
+    """Weight of the z-loss on the logits of the output head."""
     loss_chunk_tokens: int = Field(default=1024, gt=0)
-    """Tokens whose FP32 logits exist at one time."""
+    """Number of tokens whose FP32 logits are in memory at one time."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights."""
 
+    @field_validator("family", "attention")
+    @classmethod
+    def _is_registered(cls, name: str, info: ValidationInfo) -> str:
+        known = MODEL_FAMILIES if info.field_name == "family" else ATTENTIONS
+        if name not in known:
+            raise ValueError(f"{name!r} is none of {', '.join(known)}")
+        return name
+
     @property
     def kv_heads(self) -> int:
+        """Number of key and value heads."""
         return self.n_kv_heads or self.n_heads
 
     @property
     def head_width(self) -> int:
+        """Width of one head."""
         return self.head_dim or self.d_model // self.n_heads
 
     def is_moe_layer(self, index: int) -> bool:
+        """Return whether block ``index``, from 0, has routed experts."""
         return self.moe is not None and index >= self.n_dense_layers
 
     @model_validator(mode="after")
-    def _shapes_fit(self) -> "ModelConfig":
+    def _heads_fit(self) -> "ModelConfig":
         if self.n_heads % self.kv_heads:
             raise ValueError(
                 f"n_heads = {self.n_heads} is not a multiple of n_kv_heads = {self.kv_heads}"
@@ -108,6 +145,10 @@ class ModelConfig(Section):
             )
         if self.head_width % 2:
             raise ValueError(f"head_dim = {self.head_width} must be even: RoPE rotates pairs")
+        return self
+
+    @model_validator(mode="after")
+    def _dense_layers_fit(self) -> "ModelConfig":
         if self.n_dense_layers > self.n_layers:
             raise ValueError(
                 f"n_dense_layers = {self.n_dense_layers} is more than n_layers = {self.n_layers}"

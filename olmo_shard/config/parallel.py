@@ -1,70 +1,91 @@
-"""Section ``parallel``: how the model is spread over the ranks."""
+"""Section ``parallel``: how weights, gradients and experts are distributed over the ranks."""
 
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from olmo_shard.config.base import Section
+from olmo_shard.config.section import Section
 
 
 class DDPConfig(Section):
+    """Options of ``parallel.mode: ddp``."""
+
     bucket_cap_mb: float = Field(default=32.0, gt=0)
-    """Size of a gradient bucket in MiB of FP32; a larger parameter is a bucket of its own."""
+    """Size of a gradient bucket, in MiB of FP32. A larger parameter is a bucket by itself."""
     overlap_grad_reduce: bool = True
-    """Reduce each bucket in the window's last backward as soon as it is full; false: after it."""
+    """If true, each bucket is reduced during the window's last backward, as soon as its gradients
+    are complete. If false, all buckets are reduced after that backward.
+    """
     overlap_param_gather: bool = True
-    """Gather each bucket's new weights during the next forward; false: before it."""
+    """If true, each bucket's new weights are gathered during the next forward. If false, all
+    buckets are gathered before it.
+    """
     grad_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which a window's gradients add up on a rank; the sum over ranks is FP32 always."""
+    """Type in which a rank accumulates the gradients of a window. The sum over ranks is computed in
+    FP32 in either case.
+    """
     wire_dtype: Literal["float32", "bfloat16"] | None = None
-    """Type in which gradients travel between ranks; null: that of grad_dtype."""
+    """Type in which gradients are sent between ranks. Null means the same as grad_dtype."""
 
     @model_validator(mode="after")
     def _wire_is_not_wider(self) -> "DDPConfig":
         if self.grad_dtype == "bfloat16" and self.wire_dtype == "float32":
             raise ValueError(
-                "wire_dtype = float32 would send the zeros that grad_dtype = bfloat16 lacks; "
-                "leave wire_dtype out, or use grad_dtype float32"
+                "wire_dtype = float32 would send twice the bytes of grad_dtype = bfloat16 without "
+                "more precision; leave wire_dtype out, or use grad_dtype float32"
             )
         return self
 
 
 class FSDPConfig(Section):
+    """Options of ``parallel.mode: fsdp``."""
+
     reshard: Literal["forward", "window"] = "forward"
-    """``forward`` frees gathered weights after each forward and reduces every micro-batch;
-    ``window`` keeps weights and FP32 gradients whole on each rank and reduces once per window.
+    """``forward`` frees the gathered weights after each forward and reduces gradients in every
+    micro-batch. ``window`` keeps whole weights and whole FP32 gradients on each rank until the end
+    of the accumulation window, and reduces once per window.
     """
 
 
 class ParallelConfig(Section):
+    """Data parallelism, expert parallelism, precision, and the implementation of kernels."""
+
     mode: Literal["ddp", "fsdp"] = "ddp"
-    """Distributed optimizer over whole dense weights, or FSDP2."""
+    """``ddp``: dense weights are whole on each rank, main weights and optimizer state are sharded
+    (a distributed optimizer, or ZeRO-1/2). ``fsdp``: PyTorch's FSDP2 shards the weights as well.
+    """
     expert_parallel: int = Field(default=1, gt=0)
-    """Ranks over which the experts of a layer are spread."""
+    """Number of ranks over which the routed experts of a layer are distributed."""
     dispatch: Literal["auto", "local", "collective", "rowwise"] = "auto"
-    """How rows reach their experts: ``rowwise`` writes them into their ranks' memory (CPUs of one
-    host; GPUs that reach each other), ``collective`` sends them by all-to-all. ``auto``: ``local``
-    on one rank, else ``rowwise`` where it can run, else ``collective``; the log says which.
+    """Transport of token rows between ranks. ``local``: no transport, for one rank per group.
+    ``collective``: all-to-all. ``rowwise``: each row is written directly into the memory of the
+    destination rank, on CPUs of one host or on GPUs with peer access. ``auto``: ``local`` if
+    expert_parallel is 1, else ``rowwise`` if it can run, else ``collective``. The log names the
+    choice.
     """
     symmetric_heap: Literal["auto", "nvshmem", "torch"] = "auto"
-    """Whose memory ``rowwise`` uses on GPUs: NVSHMEM's (any number of nodes), or PyTorch's (one
-    host). ``auto``: NVSHMEM where it is installed, else PyTorch's; the log says which.
+    """Memory of ``rowwise`` on GPUs. ``nvshmem``: NVSHMEM's heap, on any number of nodes.
+    ``torch``: PyTorch's symmetric memory, on one host. ``auto``: NVSHMEM if it is installed, else
+    PyTorch's. The log names the choice.
     """
     capacity_factor: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """An expert takes at most this many times its even share of the labelled tokens of a rank's
-    micro-batch; of more, the routes with the lowest weights are dropped, tokens without a label
-    first. Null drops none.
+    """Limit on the tokens that an expert takes from one rank's micro-batch, as a multiple of its
+    even share of the labelled tokens. Routes beyond the limit are dropped: tokens without a label
+    first, then the routes with the lowest weights. Null drops no route.
     """
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights and activations in forward and backward; main weights stay FP32."""
+    """Type of weights and activations in forward and backward. Main weights are FP32 always."""
     kernels: Literal["auto", "triton", "reference"] = "auto"
-    """What computes routed experts and the optimizer's step: ``triton`` kernels (GPUs), or the
-    plain-torch ``reference``. ``auto``: triton on CUDA, reference on CPUs.
+    """Implementation of the routed experts and of the optimizer's update. ``triton``: Triton
+    kernels, on GPUs. ``reference``: plain PyTorch. ``auto``: ``triton`` on CUDA devices, else
+    ``reference``.
     """
     compile: bool = False
-    """torch.compile attention and dense feed-forwards (router and routed experts stay eager)."""
+    """If true, torch.compile compiles attention and the dense feed-forward layers. Routers and
+    routed experts stay eager.
+    """
     activation_checkpointing: Literal["none", "full"] = "none"
-    """Recompute every block in backward."""
+    """``full`` recomputes every block in backward, instead of storing its activations."""
     ddp: DDPConfig = DDPConfig()
     fsdp: FSDPConfig = FSDPConfig()
 

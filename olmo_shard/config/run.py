@@ -1,20 +1,22 @@
-"""Section ``run``: where the run lives and what it runs on."""
+"""Section ``run``: the run's folder, and the resources that it uses."""
 
 from typing import Literal
 
 from pydantic import Field
 
-from olmo_shard.config.base import Section
+from olmo_shard.config.section import Section
 
 
 class RunConfig(Section):
+    """The run's folder, seed and device, and limits per rank."""
+
     dir: str = Field(default="runs/default", min_length=1)
-    """Folder of the run: resolved config, metrics, checkpoints, W&B files."""
+    """Folder of the run: the resolved config, records, checkpoints and W&B files."""
     seed: int = Field(default=1234, ge=0)
-    """Seed of the weights, of the data order and of the random numbers of each step."""
+    """Seed of the initial weights, of the data order and of the random numbers of each step."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where tensors live; ``auto`` takes CUDA if torch finds a device."""
+    """Device of all tensors. ``auto`` is ``cuda`` if torch finds a CUDA device, else ``cpu``."""
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads of each rank; null shares the machine's cores among its ranks."""
+    """CPU threads per rank. Null divides the machine's cores evenly among its ranks."""
     timeout_seconds: int = Field(default=600, ge=10, le=7 * 86_400)
-    """How long a rank waits for its peers in a collective, in seconds."""
+    """Longest time in seconds that a rank waits for its peers in a collective operation."""

@@ -1,32 +1,34 @@
-"""What a run draws from its data, and what it never trains on, as lines for the log."""
+"""Log lines about the data: how much of it a run draws, and what it never trains on."""
 
-from olmo_shard.data.budget import budget_tokens, tokens_left
 from olmo_shard.data.loader import DataLoader
 
 
 def describe_data(loader: DataLoader, step: int) -> list[str]:
-    """Size of an epoch, epochs of each source by the run's end, and data that are never used.
+    """Return lines with the size of an epoch, each source's epochs, and the unused data.
 
     :param step: steps done at the loader's position.
     """
-    config, steps = loader.config, loader.total_steps(step)
+    steps = loader.total_steps(step)
     epochs = ", ".join(
         f"{name} {drawn / source.num_sequences:.2f}"
         for (name, drawn), source in zip(
-            _drawn_at(loader, steps - step), loader.sources, strict=True
+            _drawn_after(loader, steps - step), loader.sources, strict=True
         )
     )
     return [
-        f"data      {loader.num_sequences:,} sequences of {config.data.sequence_length} tokens "
+        f"data      {loader.num_sequences:,} sequences of {loader.data.sequence_length} tokens "
         f"an epoch; epochs by step {steps}: {epochs}",
         f"unused    {_unused(loader)}",
     ]
 
 
 def describe_end(loader: DataLoader, step: int) -> str:
-    """How the number of steps follows from the budget."""
-    train, steps = loader.config.train, loader.total_steps(step)
-    left = tokens_left(loader.config, loader.num_sequences, loader.state.sequences)
+    """Return a line that derives the number of steps from the budget.
+
+    :param step: steps done at the loader's position.
+    """
+    train, steps = loader.train, loader.total_steps(step)
+    left = loader.budget.tokens_left(loader.state.sequences)
     if left is None:
         return f"{steps} steps"
     budget = f"train.tokens = {train.tokens}" if train.tokens else f"train.epochs = {train.epochs}"
@@ -36,8 +38,11 @@ def describe_end(loader: DataLoader, step: int) -> str:
     )
 
 
-def _drawn_at(loader: DataLoader, steps: int) -> list[tuple[str, float]]:
-    """Names of the sources, and sequences drawn from each after some more steps, to within one."""
+def _drawn_after(loader: DataLoader, steps: int) -> list[tuple[str, float]]:
+    """Per source: its name, and the sequences drawn from it after ``steps`` more steps.
+
+    The number is the expectation by weight, which the loader meets to within one sequence.
+    """
     more = max(0, steps) * loader.batch_sequences
     state, shares = loader.state, loader.shares.tolist()
     drawn = (count + more * share for count, share in zip(state.drawn, shares, strict=True))
@@ -45,19 +50,18 @@ def _drawn_at(loader: DataLoader, steps: int) -> list[tuple[str, float]]:
 
 
 def _unused(loader: DataLoader) -> str:
-    """Ids that fill no sequence, and tokens that fill no global batch, with their shares."""
-    config, total = loader.config, sum(source.num_tokens for source in loader.sources)
+    """The ids that fill no sequence and the tokens that fill no global batch, with their shares."""
+    total = sum(source.num_tokens for source in loader.sources)
     unfilled = sum(source.unused_ids for source in loader.sources)
     line = (
         f"{unfilled:,} of {total:,} ids ({unfilled / total:.2%}) fill no sequence, at the ends of "
         "files"
     )
-    left = tokens_left(config, loader.num_sequences, loader.state.sequences)
-    budget = budget_tokens(config, loader.num_sequences)
+    left, budget = loader.budget.tokens_left(loader.state.sequences), loader.budget.tokens()
     if left is None or budget is None:
         return line
-    rest = left % config.train.global_batch_tokens
+    rest = left % loader.train.global_batch_tokens
     return (
-        f"{line}; {rest // config.data.sequence_length:,} sequence(s), {rest:,} of the budget's "
+        f"{line}; {rest // loader.data.sequence_length:,} sequence(s), {rest:,} of the budget's "
         f"{budget:,} tokens ({rest / budget:.2%}), fill no global batch, at the end of the run"
     )

@@ -1,7 +1,8 @@
-"""Identity of the data: what decides the order and the content of the sequences, but the seed.
+"""Identity of the data: everything except the seed that decides the sequences and their order.
 
-Each file, in its order, has a size, a type and digests. A checkpoint stores them, so that a resume
-refuses other data; the ranks of a run compare them, so that no rank trains on other data.
+The identity holds the size, the type and the digests of each file, in order. A checkpoint stores
+it, so that a resume refuses changed data. The ranks of a run compare it, so that all of them train
+on equal data.
 """
 
 import hashlib
@@ -14,25 +15,33 @@ from pydantic import BaseModel, ConfigDict
 from olmo_shard.data.meta import TokenType
 
 SAMPLE_BLOCKS = 16
+"""Number of blocks in the sample of a file."""
 SAMPLE_BLOCK_BYTES = 1 << 16
+"""Bytes per block of a sample."""
 
 
 class FileIdentity(BaseModel):
-    """One token file. The path is for messages and is not compared: data may move."""
+    """Identity of one token file."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     path: str
+    """Path for messages. It is not compared, because data may move."""
     dtype: TokenType
+    """Type of the ids."""
     tokens: int
     """Number of ids."""
     sample: str
-    """``sample_digest`` of the file."""
+    """Result of ``sample_digest`` for the file."""
     sha256: str | None
-    """Checksum of the whole file by meta.json; ``None`` for raw files."""
+    """Checksum of the whole file from meta.json; ``None`` for raw files."""
 
     def change(self, other: "FileIdentity") -> tuple[str, object, object] | None:
-        """What first differs (size, type or content), with both values; ``None`` if nothing."""
+        """Return the first difference, as (size, type or content; this value; the other value).
+
+        ``None`` means that the files are equal as far as the identity shows.
+        """
+        # Digests are compared last: other sizes and types imply other digests.
         if self.tokens != other.tokens:
             return "size", f"{self.tokens} ids", f"{other.tokens} ids"
         if self.dtype != other.dtype:
@@ -45,20 +54,21 @@ class FileIdentity(BaseModel):
 
 
 class SourceIdentity(BaseModel):
-    """The files of one source, in order."""
+    """Identity of one source."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     eos_id: int | None
-    """Id that ends a document; ``None`` without document masking, when the id decides nothing."""
+    """Id that ends a document; ``None`` without document masking, which alone uses the id."""
     files: list[FileIdentity]
+    """Files in order."""
 
 
 def sample_digest(path: Path) -> str:
-    """SHA-256 over a file's size and a sample of its bytes.
+    """Return the SHA-256 digest, in hex, of a file's size and a sample of its bytes.
 
-    The sample is 16 blocks of 64 KiB: the first, the last, and 14 evenly spread between them; or
-    the whole file, if it is no larger than 1 MiB.
+    The sample is 16 blocks of 64 KiB: the first, the last, and 14 evenly spaced between them. A
+    file of at most 1 MiB is read whole.
     """
     state = path.stat()
     return _sample_digest(path, state.st_size, state.st_mtime_ns)
@@ -66,7 +76,7 @@ def sample_digest(path: Path) -> str:
 
 @lru_cache(maxsize=1 << 16)
 def _sample_digest(path: Path, size: int, _: int) -> str:
-    """The digest, computed once per state of the file in each process."""
+    """The digest; the cache holds one result per process and state (size, time) of the file."""
     digest = hashlib.sha256(f"{size}\n".encode())
     with path.open("rb") as file:
         if size <= SAMPLE_BLOCKS * SAMPLE_BLOCK_BYTES:
@@ -74,13 +84,14 @@ def _sample_digest(path: Path, size: int, _: int) -> str:
             return digest.hexdigest()
         last = size - SAMPLE_BLOCK_BYTES
         for index in range(SAMPLE_BLOCKS):
+            # Block 0 starts at the first byte, and the last block ends at the last byte.
             file.seek(last * index // (SAMPLE_BLOCKS - 1))
             digest.update(file.read(SAMPLE_BLOCK_BYTES))
     return digest.hexdigest()
 
 
 def fingerprint(data: dict[str, SourceIdentity]) -> str:
-    """SHA-256 of what is compared: equal data have equal fingerprints wherever they lie."""
+    """Return the SHA-256 digest, in hex, of the compared fields: paths do not enter it."""
     rows = [
         [name, source.eos_id, *(file.model_dump_json(exclude={"path"}) for file in source.files)]
         for name, source in data.items()
@@ -91,13 +102,15 @@ def fingerprint(data: dict[str, SourceIdentity]) -> str:
 def difference(
     data: dict[str, SourceIdentity], other: dict[str, SourceIdentity], here: str, there: str
 ) -> str | None:
-    """The first difference between two versions of the data, by source, file and kind.
+    """Describe the first difference between two versions of the data.
 
-    :param data: sources by the name that messages use.
+    :param data: sources by the names that messages use.
     :param here: place of ``data`` for the message, such as "on rank 1".
     :param there: place of ``other`` for the message.
-    :returns: a clause that names the file and its size, type, order or content, or ``None``.
+    :returns: a clause with the file and its size, type, order or content; ``None`` if the data are
+        equal.
     """
+    # Coarse differences first: names of sources, numbers of files, then file by file.
     if data.keys() != other.keys():
         return f"the sources are {', '.join(data)} {here}, {', '.join(other)} {there}"
     for name, source in data.items():
@@ -109,6 +122,7 @@ def difference(
             change = file.change(old)
             if change is None:
                 continue
+            # If each side has the other's file elsewhere, only the order differs.
             place = _place(file, other)
             if place and _place(old, data):
                 return (
@@ -123,7 +137,7 @@ def difference(
 
 
 def _place(file: FileIdentity, data: dict[str, SourceIdentity]) -> str | None:
-    """Where the data have a file of the same size, type and content."""
+    """The first place in the data of a file of equal size, type and content."""
     for name, source in data.items():
         for index, other in enumerate(source.files):
             if file.change(other) is None:
@@ -132,7 +146,7 @@ def _place(file: FileIdentity, data: dict[str, SourceIdentity]) -> str | None:
 
 
 def _only_in(data: dict[str, SourceIdentity], other: dict[str, SourceIdentity], where: str) -> str:
-    """A clause that names the first file of ``data`` that ``other`` has not."""
+    """A clause with the first file of ``data`` that is not in ``other``; empty if all are."""
     for source in data.values():
         for file in source.files:
             if _place(file, other) is None:

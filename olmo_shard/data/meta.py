@@ -1,4 +1,4 @@
-"""meta.json: what ``olmo-shard prepare`` says of the folder it wrote."""
+"""meta.json: the description of a folder that ``olmo-shard prepare`` wrote."""
 
 import json
 from pathlib import Path
@@ -9,24 +9,31 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from olmo_shard.errors import DataError
 
 META = "meta.json"
+"""Name of the file."""
 Split = Literal["train", "validation"]
 TokenType = Literal["uint8", "uint16", "uint32"]
 
 
 class Meta(BaseModel):
+    """Content of meta.json."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     dtype: TokenType
+    """Type of the ids, little-endian."""
     vocab_size: int = Field(gt=0)
+    """One more than the largest id of the tokenizer."""
     eos_id: int = Field(ge=0)
+    """Id that ends each document."""
     tokens: dict[Split, int]
-    """Ids of each split."""
+    """Number of ids per split."""
     documents: dict[Split, int]
+    """Number of documents per split."""
     sha256: dict[Split, str]
-    """Checksum of each split's file."""
+    """SHA-256 digest of each split's file, in hex."""
 
     @model_validator(mode="after")
-    def _eos_is_an_id(self) -> "Meta":
+    def _fields_fit(self) -> "Meta":
         if self.eos_id >= self.vocab_size:
             raise ValueError(f"eos_id = {self.eos_id} is not below vocab_size = {self.vocab_size}")
         if not self.tokens.keys() == self.documents.keys() == self.sha256.keys():
@@ -34,12 +41,16 @@ class Meta(BaseModel):
         return self
 
     def save(self, folder: Path) -> None:
+        """Write meta.json into a folder."""
         text = json.dumps(self.model_dump(), indent=2)
         (folder / META).write_text(text + "\n", encoding="utf-8")
 
 
 def read_meta(folder: Path) -> Meta:
-    """:raises DataError: where meta.json is missing, unreadable or wrong."""
+    """Read and validate the meta.json of a folder.
+
+    :raises DataError: if the file is missing, unreadable or invalid.
+    """
     path = folder / META
     try:
         return Meta.model_validate_json(path.read_bytes())

@@ -1,8 +1,12 @@
 """``olmo-shard prepare``: from text to token files.
 
-The output folder holds train.bin and validation.bin (flat ids in the narrowest unsigned type that
-holds the vocabulary, every document ended by EOS), tokenizer.json and meta.json. It appears all at
-once, when complete.
+The output folder holds four files:
+
+- train.bin and validation.bin: flat ids, each document followed by the end token. Their type is the
+  narrowest unsigned integer that holds the vocabulary.
+- tokenizer.json and meta.json.
+
+The folder gets its name by a rename when all files are complete.
 """
 
 import tempfile
@@ -35,40 +39,46 @@ from olmo_shard.data.tokenizer import (
 from olmo_shard.errors import DataError
 
 SPLITS = ("train", "validation")
+"""Names of the splits, and of their files without the ending."""
 _LONG_PIECE = 16 * PIECE
-"""Characters of a piece whose memory is worth a line to the user."""
+"""Characters from which on ``prepare`` reports a piece, because of its memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
-    """The options of the command line besides the sources."""
+    """Options of the command line, without the sources."""
 
     out: Path
+    """Folder to write, which must not exist."""
     tokenizer: Path | None
-    """A tokenizer.json to use."""
+    """The tokenizer.json to use; ``None`` means that a BPE is trained."""
     bpe_vocab_size: int | None
-    """Ids of the BPE to train where no tokenizer is given."""
+    """Number of ids of the BPE to train; ``None`` if there is a tokenizer.json."""
     eos: str | None
-    """The special token that ends a document; ``None`` means one of the usual names."""
+    """Name of the special token that ends a document; ``None`` means one of the usual names."""
     add_eos: bool = False
     """Whether ``eos`` is added to the tokenizer."""
     validation_fraction: float
-    """Share of the documents that go to validation, in 0 .. 0.5."""
+    """Share of the documents that go to validation, from 0 to 0.5."""
 
 
 def prepare(
     files: list[InputFile], options: PrepareOptions, console: Console, report: Report
 ) -> Meta:
-    """Tokenize files into a new folder, and print what was skipped or replaced.
+    """Tokenize files into a new folder, and print counts of skipped and replaced input.
 
-    :raises DataError: for bad input, or where the folder exists.
+    :param files: files to read, in order.
+    :param console: receives progress, notes and the counts.
+    :param report: collects what the readers skip or replace.
+    :raises DataError: for bad input, or if the folder exists.
     """
+    # Everything that can fail without reading the input comes first.
     _check(files, options)
     with _progress(console) as progress:
         tokenizer = _tokenizer(files, options, progress, report.skip_bad)
         if options.add_eos:
             add_eos(tokenizer, options.eos)
-        # Beside the target, so that the rename at the end stays on one file system.
+        # In the target's parent folder, so that the rename at the end stays within one file system.
         with (
             _unwritable_as(options.out),
             tempfile.TemporaryDirectory(dir=options.out.parent, prefix=".prepare-") as temporary,
@@ -85,7 +95,10 @@ def prepare(
 
 
 def narrowest_type(vocab_size: int) -> TokenType:
-    """The narrowest unsigned type that holds all ids below ``vocab_size``."""
+    """Return the narrowest unsigned type that holds all ids below ``vocab_size``.
+
+    :raises DataError: if the vocabulary does not fit uint32.
+    """
     for name in get_args(TokenType):
         if vocab_size - 1 <= np.iinfo(name).max:
             return name
@@ -94,7 +107,8 @@ def narrowest_type(vocab_size: int) -> TokenType:
 
 @contextmanager
 def _unwritable_as(out: Path) -> Iterator[None]:
-    # The readers of the input turn their own errors into messages that name the input.
+    """Turn an ``OSError`` into a ``DataError`` that names the output folder."""
+    # Errors of reading cannot arrive here: the readers turn them into errors about the input.
     try:
         yield
     except OSError as error:
@@ -102,11 +116,12 @@ def _unwritable_as(out: Path) -> Iterator[None]:
 
 
 def _check(files: list[InputFile], options: PrepareOptions) -> None:
+    """:raises DataError: if the options are wrong or the output cannot be written."""
     if not files:
         raise DataError("no sources: name files or folders, or use --stdlib")
     with _unwritable_as(options.out):
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        # Tried now, not after minutes of work.
+        # Create and remove a folder now: an error after minutes of work would be late.
         tempfile.TemporaryDirectory(dir=options.out.parent, prefix=".prepare-").cleanup()
     if options.out.exists():
         raise DataError(f"--out {options.out} exists already; remove it or choose another folder")
@@ -119,6 +134,7 @@ def _check(files: list[InputFile], options: PrepareOptions) -> None:
 def _tokenizer(
     files: list[InputFile], options: PrepareOptions, progress: Progress, skip_bad: bool
 ) -> Tokenizer:
+    """Load the tokenizer, or train one on a sample of the documents."""
     if options.tokenizer is not None:
         return load_tokenizer(
             options.tokenizer, lambda line: progress.console.print(line, markup=False)
@@ -126,9 +142,9 @@ def _tokenizer(
     assert options.bpe_vocab_size is not None
     tokenizer = new_byte_level()
     every = sampling_step(sum(file.size for file in files))
-    # The pass that writes the ids counts what is skipped; this one does not count it again.
+    # Training reads with a report of its own: the pass that writes the ids counts skipped input.
     documents = _documents(files, progress, "train BPE", Report(skip_bad=skip_bad))
-    # Training locks its tokenizer, so another one of the same kind decides where to cut.
+    # Training locks its tokenizer, so the cutter needs another one of the same kind.
     pieces = pieces_of(sample(documents, every), Cutter(new_byte_level()))
     train_bpe(tokenizer, (piece.text for piece in pieces), options.bpe_vocab_size)
     return tokenizer
@@ -142,9 +158,11 @@ def _write(
     progress: Progress,
     report: Report,
 ) -> Meta:
+    """Write the token files into ``folder``, and return their description."""
     vocab_size = _id_bound(tokenizer)
     type_name, eos = narrowest_type(vocab_size), eos_id(tokenizer, options.eos)
     fraction, cutter = options.validation_fraction, Cutter(tokenizer)
+    # Stream all documents through cutter, tokenizer and writers: memory does not grow.
     with ExitStack() as stack:
         train, validation = (
             SplitWriter(
@@ -157,6 +175,7 @@ def _write(
         write_splits(encoded, eos, fraction, train, validation)
     if not train.tokens:
         raise DataError(f"the {len(files)} source file(s) hold no text to train on")
+    # Report what the user may not expect, and describe the files.
     for line in _remarks(train, validation, fraction, cutter):
         progress.console.print(line, markup=False)
     writers = dict(zip(SPLITS, (train, validation), strict=True))
@@ -173,7 +192,7 @@ def _write(
 def _remarks(
     train: SplitWriter, validation: SplitWriter, fraction: float, cutter: Cutter
 ) -> Iterator[str]:
-    """Lines about what a user might not expect."""
+    """Lines about an unusual validation split, and about high memory use."""
     count = train.documents + validation.documents
     if fraction and not validation.documents:
         yield "validation: empty, as the only document stays in train"
@@ -187,14 +206,14 @@ def _remarks(
 
 
 def _id_bound(tokenizer: Tokenizer) -> int:
-    """One more than the largest id, which may exceed the number of tokens where ids have gaps."""
+    """One more than the largest id. It exceeds the number of tokens if the ids have gaps."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def _documents(
     files: list[InputFile], progress: Progress, what: str, report: Report
 ) -> Iterator[str]:
-    """All documents that are not empty, with progress by bytes of finished files."""
+    """Yield the documents that are not empty, with progress in bytes of finished files."""
     task = progress.add_task(what, total=sum(file.size for file in files))
     for file in files:
         yield from file.documents(report)
@@ -202,5 +221,6 @@ def _documents(
 
 
 def _progress(console: Console) -> Progress:
+    """A progress bar, on terminals only."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, disable=not console.is_terminal)

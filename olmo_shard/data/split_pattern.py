@@ -1,11 +1,13 @@
-"""Where a regular expression of a pre-tokenizer must split: analysis of the expression itself.
+"""Analysis of a pre-tokenizer's regular expression: the places where it always splits.
 
-The expressions of the field are alternatives of character classes, such as those of GPT-2:
-``'s| ?\\p{L}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+``. No match holds a letter directly before a
-character c if this holds in each alternative: a class that takes letters is never followed by a
-class that takes c with only optional classes between them. This module parses classes, literals,
-repetitions, groups of contractions, ``(?!\\S)`` and ``$``. An expression with any other part gives
-no character.
+The usual expressions are alternatives of character classes, for example GPT-2's
+``'s| ?\\p{L}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+``. A match may contain a letter directly
+before a character c in two cases: an alternative has a repeated class that matches both, or it has
+a class that matches letters and a later class that matches c, with only optional classes between.
+This module finds the characters c for which no alternative has such a case.
+
+It parses classes, literals, repetitions, groups of contractions, ``(?!\\S)`` and ``$``. An
+expression with any other part yields no character.
 """
 
 import re
@@ -35,7 +37,7 @@ _LETTERS = "".join(
     if chr(code).isalpha() and unicodedata.normalize("NFKD", chr(code).lower()).isalpha()
 )
 _CHUNK = 1000
-"""Characters that are matched at once: the time of one call grows with the square of the length."""
+"""Characters per call of the matcher, whose time grows with the square of the length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,21 +45,27 @@ class _Atom:
     """One class of characters with its repetition."""
 
     takes_letters: bool
+    """Whether the class matches letters."""
     takes: frozenset[str]
-    """The candidates that the class takes."""
+    """Candidates that the class matches."""
     optional: bool
+    """Whether the class may match nothing."""
     single: bool
-    """Whether one character is enough."""
+    """Whether one character is enough for a match."""
     repeated: bool
+    """Whether the class may match several characters."""
     looks_ahead: bool
+    """Whether a look-ahead follows the class."""
 
 
 def splitting_characters(
     pattern: str, candidates: frozenset[str]
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """The candidates c with "letter, c" in no match, and those of them that are always matched.
+    """Return two sets of candidates c.
 
-    A cut before the first changes no match; before the second, the pattern also splits.
+    :returns: each c that no match contains directly after a letter, so that a cut between the two
+        changes no match; and, of these, each c that is always matched, so that the pattern splits
+        before it.
     """
     nothing: frozenset[str] = frozenset()
     kept, matched = candidates, nothing
@@ -71,7 +79,7 @@ def splitting_characters(
 
 
 def _alternatives(pattern: str) -> list[str]:
-    """The pattern split at each ``|`` outside of brackets."""
+    """The alternatives of the pattern: it is split at each ``|`` that is not in brackets."""
     parts, depth, in_set, escaped = [""], 0, False, False
     for character in pattern:
         if not escaped:
@@ -86,7 +94,7 @@ def _alternatives(pattern: str) -> list[str]:
 
 
 def _atoms(alternative: str, candidates: frozenset[str]) -> list[_Atom] | None:
-    """The atoms of an alternative; ``None`` where a part of it is not understood."""
+    """The atoms of an alternative; ``None`` if this module cannot parse a part of it."""
     atoms, position = [], 0
     while position < len(alternative):
         match = _ATOM.match(alternative, position)
@@ -111,13 +119,14 @@ def _atoms(alternative: str, candidates: frozenset[str]) -> list[_Atom] | None:
 
 
 def _joined(atoms: list[_Atom]) -> frozenset[str]:
-    """Each c that may stand directly after a letter inside of one match."""
+    """Each c that a match may contain directly after a letter."""
     joined: frozenset[str] = frozenset()
     for index, first in enumerate(atoms):
         if not first.takes_letters:
             continue
         if first.repeated:
             joined |= first.takes
+        # The next character comes from a later class, if only optional classes are between.
         for second in atoms[index + 1 :]:
             joined |= second.takes
             if not second.optional:
@@ -126,7 +135,7 @@ def _joined(atoms: list[_Atom]) -> frozenset[str]:
 
 
 def _taken_alone(atoms: list[_Atom]) -> frozenset[str]:
-    """Each c that the alternative matches wherever the c stands."""
+    """Each c that the alternative matches in every context."""
     required = [atom for atom in atoms if not atom.optional]
     if len(required) != 1 or required[0].looks_ahead or not required[0].single:
         return frozenset()
@@ -135,12 +144,13 @@ def _taken_alone(atoms: list[_Atom]) -> frozenset[str]:
 
 @cache
 def _takes_letters(characters: str) -> bool:
+    """Whether a class matches any letter."""
     chunks = (_LETTERS[start : start + _CHUNK] for start in range(0, len(_LETTERS), _CHUNK))
     return any(_taken(characters, frozenset(chunk)) for chunk in chunks)
 
 
 def _taken(characters: str, candidates: frozenset[str]) -> frozenset[str]:
-    """The candidates that a class takes, as the tokenizers' own matcher decides."""
+    """The candidates that a class matches, by the matcher of the tokenizers package itself."""
     text = "".join(sorted(candidates))
     left = pre_tokenizers.Split(Regex(characters), "removed").pre_tokenize_str(text)
     return candidates - frozenset("".join(part for part, _ in left))

@@ -1,4 +1,4 @@
-"""The documents of each split: which ones are held out, and token files with their checksums."""
+"""The two splits: which documents go to validation, and the token files with their checksums."""
 
 import hashlib
 import math
@@ -11,35 +11,40 @@ from olmo_shard.data.encode import EncodedPiece
 
 
 class SplitWriter:
-    """Appends documents to one token file.
+    """Writer of one split's token file.
 
-    :param file: opened for reading and writing.
+    :param file: file opened for reading and writing.
+    :param dtype: type of the ids in the file.
     """
 
     def __init__(self, file: BinaryIO, dtype: np.dtype) -> None:
         self.file, self.dtype = file, dtype
         self.tokens = self.documents = 0
         self._digest = hashlib.sha256()
+        # Ids and digest before the last document, which ``move_last_document`` goes back to.
         self._before_last = (0, self._digest)
 
     @property
     def sha256(self) -> str:
-        """Checksum of all that was written."""
+        """SHA-256 digest, in hex, of the file's content."""
         return self._digest.hexdigest()
 
     def begin_document(self) -> None:
+        """Count a new document; the ids appended next belong to it."""
         self._before_last = (self.tokens, self._digest.copy())
         self.documents += 1
 
     def append(self, ids: Sequence[int] | np.ndarray) -> None:
-        """Add ids to the document at hand."""
+        """Append ids to the current document."""
+        # The digest is computed while writing, so that no file is read again.
         data = np.asarray(ids, dtype=self.dtype).tobytes()
         self.file.write(data)
         self._digest.update(data)
         self.tokens += len(ids)
 
     def move_last_document(self, target: "SplitWriter") -> None:
-        """Take the last document out of this file and append it to another."""
+        """Remove the last document from this file and append it to another one."""
+        # The digest before the document was kept, because SHA-256 cannot go back.
         start, digest = self._before_last
         offset = start * self.dtype.itemsize
         self.file.seek(offset)
@@ -59,11 +64,14 @@ def write_splits(
     train: SplitWriter,
     validation: SplitWriter,
 ) -> None:
-    """Write each document to one split, ended by EOS.
+    """Write each document to one of the splits, followed by the end token.
 
-    Validation gets at least the last document, if its fraction is not 0 and train keeps one.
+    If the fraction is not 0 but selects no document, the last document goes to validation, unless
+    it is the only one.
 
-    :param fraction: share of the documents that go to validation, in 0 .. 0.5.
+    :param encoded: pieces of documents, in order.
+    :param eos: id of the end token.
+    :param fraction: share of the documents that go to validation, from 0 to 0.5.
     """
     number, writer = 0, train
     for piece in encoded:
@@ -74,10 +82,11 @@ def write_splits(
         writer.append(piece.ids)
         if piece.ends:
             writer.append([eos])
+    # Only now the number of documents is known.
     if fraction and not validation.documents and train.documents > 1:
         train.move_last_document(validation)
 
 
 def _held_out(number: int, fraction: float) -> bool:
-    """Whether the ``number``-th document (from 1) goes to validation: evenly spread ones do."""
+    """Whether document ``number``, from 1, goes to validation; such documents are evenly spread."""
     return math.floor(number * fraction) > math.floor((number - 1) * fraction)

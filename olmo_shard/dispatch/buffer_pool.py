@@ -1,8 +1,8 @@
-"""Memory for large tensors on a CPU that is used again when the tensor that had it is gone.
+"""Memory for large tensors on a CPU, which is reused when its tensor is freed.
 
-The C allocator hands blocks of many MB back to the system, and a new one costs a page fault for
-every 4 KiB when it is first written: 11 ms for 32 MiB that are copied in 3. (On CUDA torch's own
-allocator keeps memory.)
+The C allocator returns blocks of many MB to the system. A new block costs one page fault per 4 KiB
+when it is first written: 11 ms for 32 MiB, which take 3 ms to copy. (On CUDA torch's own allocator
+keeps memory.)
 """
 
 import math
@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 _SLACK = 1.25
-"""A buffer keeps at most this many times the memory of its latest tensor."""
+"""Largest ratio of the memory that a buffer keeps to the size of its latest tensor."""
 
 
 class BufferPool:
-    """Buffers of one size, as many as are in use at one time.
+    """A pool of equally sized buffers that grows to the peak number in use.
 
-    Only pages that a tensor covers are resident, and a quarter more: what a larger tensor before it
-    has left behind is given back. So a layer that is hot in one step and cold in the next holds no
-    memory then.
+    The resident pages of a buffer are those of its tensor and at most a quarter more. Pages that an
+    earlier, larger tensor has written are given back. So a layer that receives many rows in one
+    step and few in the next does not hold memory.
 
-    :param num_bytes: of the largest tensor.
+    :param num_bytes: bytes of the largest tensor.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -32,13 +32,14 @@ class BufferPool:
         self._free: list[_Buffer] = []
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor with arbitrary content, whose memory comes back when nothing refers to it."""
+        """A tensor with arbitrary content, whose memory returns to the pool when it is freed."""
         size = math.prod(shape) * dtype.itemsize
         assert size <= self.num_bytes
+        # The buffer freed last, whose pages are most likely in the cache.
         buffer = self._free.pop() if self._free else _Buffer(self.num_bytes)
         buffer.resize(size)
         array = np.frombuffer(buffer.memory, dtype=np.uint8)[:size]
-        # The tensor's storage holds this array, and the array is freed with it.
+        # The tensor's storage holds this array, so the array is freed with the storage.
         weakref.finalize(array, self._free.append, buffer).atexit = False
         return torch.from_numpy(array).view(dtype).view(shape)
 
@@ -50,7 +51,7 @@ class _Buffer:
         self._touched = 0
 
     def resize(self, size: int) -> None:
-        """Give back what was touched beyond ``size``, if it is worth a call."""
+        """Give back the pages written beyond ``size``, if there are enough to be worth a call."""
         if self._touched > _SLACK * size:
             end = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
             if end < self._touched:

@@ -1,81 +1,67 @@
-"""All experts on this rank: rows stay where they are."""
+"""The transport of an expert-parallel group of one rank: rows stay in place.
 
-import torch
+Shape letters: T tokens, D width, K top-k, R = T received rows, m = K slots of a row.
+"""
+
 from torch import Tensor
 
-from olmo_shard.dispatch.dispatcher import TokenDispatcher
-from olmo_shard.dispatch.exchange import DispatchHandle, Received, RecvCounts
-from olmo_shard.dispatch.plan import DispatchPlan
-from olmo_shard.kernels.backend import Backend
+from olmo_shard.dispatch.row_plan import DispatchPlan
+from olmo_shard.dispatch.transport import DispatchHandle, ReceivedRows, RecvCounts, Transport
 
 
-class LocalDispatcher(TokenDispatcher):
-    """The transport of an expert-parallel group of one, and the reference of the others.
+class LocalTransport(Transport):
+    """Copies nothing: the experts read the tokens themselves. The reference of all transports.
 
-    Nothing is copied: the experts read the tokens themselves, one row each, routes or not.
+    Each token is one row, even a token without a route.
     """
 
     name = "local"
+    moves_rows = False
 
-    def __init__(
-        self,
-        num_experts: int,
-        capacity_factor: float | None = None,
-        backend: Backend = "reference",
-    ) -> None:
-        super().__init__(num_experts, 0, 1, capacity_factor, backend)
-        self._outward: Received | None = None
-        self._back: tuple[Tensor, Tensor | None] | None = None
+    def __init__(self) -> None:
+        self.rank, self.num_ranks = 0, 1
+        self._sent: ReceivedRows | None = None
+        self._returned: tuple[Tensor, Tensor | None] | None = None
 
-    def plan(self, topk_idx_TK: Tensor, layer: int) -> DispatchPlan:
-        return stay_plan(topk_idx_TK, layer)
-
-    def push(
+    def send_rows(
         self,
         x_TD: Tensor,
         plan: DispatchPlan,
         topk_weights_TK: Tensor | None = None,
         recv_counts: RecvCounts | None = None,
     ) -> None:
+        """See :meth:`Transport.send_rows`."""
         self._assert_idle()
-        weights, experts = None, None
-        if topk_weights_TK is not None:
-            weights, experts = topk_weights_TK.detach(), plan.local_expert_Sm
-        self._outward = Received(x_TD.detach(), weights, experts, plan.slot_TK.numel(), [len(x_TD)])
+        counts = RecvCounts(counts_W=plan.send_counts_W, max_rows=plan.num_tokens)
+        with_metadata = topk_weights_TK is not None
+        self._sent = ReceivedRows(
+            # Detached: the autograd nodes are the only path from the rows to the tokens.
+            x_RD=x_TD.detach(),
+            weights_Rm=topk_weights_TK.detach() if with_metadata else None,
+            local_expert_Rm=plan.local_expert_Sm if with_metadata else None,
+            max_pairs=plan.slot_TK.numel(),
+            handle=DispatchHandle(plan=plan, recv_counts=counts),
+        )
 
-    def pull(self) -> Received:
-        assert self._outward is not None, "no push is outstanding"
-        received, self._outward = self._outward, None
+    def receive_rows(self) -> ReceivedRows:
+        """See :meth:`Transport.receive_rows`."""
+        assert self._sent is not None, "no exchange is outstanding"
+        received, self._sent = self._sent, None
         return received
 
-    def push_back(
+    def return_rows(
         self, rows_RD: Tensor, handle: DispatchHandle, weights_Rm: Tensor | None = None
     ) -> None:
+        """See :meth:`Transport.return_rows`."""
         self._assert_idle()
-        self._back = rows_RD.detach(), weights_Rm
+        self._returned = rows_RD.detach(), weights_Rm
 
-    def pull_back(self, plan: DispatchPlan) -> tuple[Tensor, Tensor | None]:
-        assert self._back is not None, "no push_back is outstanding"
-        back, self._back = self._back, None
-        return back
+    def receive_returned_rows(self, plan: DispatchPlan) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`Transport.receive_returned_rows`."""
+        assert self._returned is not None, "no exchange is outstanding"
+        returned, self._returned = self._returned, None
+        return returned
 
     def _assert_idle(self) -> None:
-        assert self._outward is None, "an exchange is already outstanding"
-        assert self._back is None, "an exchange is already outstanding"
-
-
-def stay_plan(topk_idx_TK: Tensor, layer: int) -> DispatchPlan:
-    """Row t is token t, and its slot k the token's k-th route."""
-    num_tokens, top_k = topk_idx_TK.shape
-    device = topk_idx_TK.device
-    token_T = torch.arange(num_tokens, device=device)
-    slot_TK = torch.arange(top_k, top_k * (num_tokens + 1), device=device)
-    return DispatchPlan(
-        layer=layer,
-        token_S=token_T,
-        send_counts_W=token_T.new_full((1,), num_tokens),
-        send_routes_W=(topk_idx_TK >= 0).sum()[None],
-        local_expert_Sm=topk_idx_TK.to(torch.int32),
-        row_WT=token_T.to(torch.int32)[None],
-        slot_TK=slot_TK.view(num_tokens, top_k),
-    )
+        assert self._sent is None, "an exchange is already outstanding"
+        assert self._returned is None, "an exchange is already outstanding"

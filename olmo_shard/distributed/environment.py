@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from olmo_shard.errors import LaunchError
 
 DEFAULT_PORT = 29500
+_SLURM_PORTS = range(20_000, 32_768)
+"""Ports below those that Linux hands out to clients (32768 to 60999 by default)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +94,9 @@ def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
         local_rank=None,
         local_world_size=None,
         master_addr=address,
-        master_port=_integer(environ, "MASTER_PORT", str(20_000 + job % 20_000)),
+        master_port=_integer(
+            environ, "MASTER_PORT", str(_SLURM_PORTS.start + job % len(_SLURM_PORTS))
+        ),
         notes=tuple(notes),
     )
 

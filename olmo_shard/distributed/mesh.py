@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from olmo_shard.config.layout import check_expert_groups
 from olmo_shard.distributed.long_waits import long_waits
 from olmo_shard.distributed.runtime import Runtime
-from olmo_shard.errors import ConfigurationError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +66,7 @@ def build_mesh(runtime: Runtime, expert_parallel: int = 1) -> Mesh:
     :raises ConfigurationError: if it does not divide the number of ranks.
     """
     size, ep = runtime.world_size, expert_parallel
-    if size % ep:
-        raise ConfigurationError(f"expert_parallel = {ep} does not divide the {size} rank(s)")
+    check_expert_groups(ep, size)
     all_ranks = list(range(size))
     ep_groups = [all_ranks[start : start + ep] for start in range(0, size, ep)]
     ep_dp_groups = [all_ranks[start::ep] for start in range(ep)]

@@ -1,11 +1,14 @@
 """Set-up and tear-down of a process as one rank: device, threads, the default process group."""
 
+import json
 import os
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from fractions import Fraction
 
 import torch
 import torch.distributed as dist
@@ -71,7 +74,7 @@ def runtime(
 
         # 3. Device, threads and process group, which depend on the place among the local ranks.
         device = _cuda_device(local_rank) if use_cuda else torch.device("cpu")
-        threads = run.threads or max(1, available_cores() // local_world_size)
+        threads = run.threads or _thread_share(store, local_rank, local_world_size)
         torch.set_num_threads(threads)
         backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
         with long_waits.watch("set-up of process groups", lambda: range(info.world_size)):
@@ -116,9 +119,14 @@ def _use_cuda(device: str) -> bool:
 
 def available_cores() -> int:
     """Return the number of cores that this process may use."""
+    return len(_usable_cores())
+
+
+def _usable_cores() -> list[int]:
+    """Return the numbers of the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def check_machine(run: RunConfig) -> None:
@@ -134,6 +142,18 @@ def check_machine(run: RunConfig) -> None:
         )
 
 
+def _thread_share(store: dist.Store, local_rank: int, local_world_size: int) -> int:
+    """Divide each core among the local ranks that may use it; collective over the local ranks.
+
+    A launcher gives all local ranks the same cores, or binds each of them to cores of its own.
+    """
+    host = socket.gethostname()
+    store.set(f"cores/{host}/{local_rank}", json.dumps(_usable_cores()))
+    by_rank = [json.loads(store.get(f"cores/{host}/{rank}")) for rank in range(local_world_size)]
+    ranks_of_core = Counter(core for cores in by_rank for core in cores)
+    return max(1, int(sum(Fraction(1, ranks_of_core[core]) for core in by_rank[local_rank])))
+
+
 def _cuda_device(local_rank: int) -> torch.device:
     if local_rank >= torch.cuda.device_count():
         raise ConfigurationError(
@@ -146,7 +166,7 @@ def _cuda_device(local_rank: int) -> torch.device:
 
 
 def _store(info: RankInfo, timeout: timedelta, served: bool) -> dist.Store:
-    """Connect to the store; waits until all ranks have connected."""
+    """Connect to the store; waits until rank 0 or the launcher serves it."""
     if info.world_size == 1:
         return dist.HashStore()
     try:
@@ -156,6 +176,8 @@ def _store(info: RankInfo, timeout: timedelta, served: bool) -> dist.Store:
             info.world_size,
             is_master=info.rank == 0 and not served,
             timeout=timeout,
+            # The comparison of the starts waits for the others: it names what differs.
+            wait_for_workers=False,
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise LaunchError(

@@ -7,23 +7,38 @@ from the config, so ranks with different configs would create different groups a
 A rank that finds a difference adds a sentence to a shared list. The rank that is counted last
 publishes the verdict, and all ranks read the verdict. So each rank makes a fixed number of
 requests, however many ranks there are.
+
+Ranks that disagree about the number of ranks cannot count each other. A rank that finds this
+difference publishes the verdict itself, at once.
 """
 
 import json
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch.distributed as dist
 
-from olmo_shard.errors import ConfigurationError
+from olmo_shard.errors import ConfigurationError, LaunchError
 
 _PACKAGES = ("olmo-shard", "torch", "triton", "numpy", "nvshmem4py-cu13")
 """Packages whose versions decide what a rank computes and sends to its peers."""
-_FIRST, _COUNT, _DIFFERENCES, _VERDICT, _READERS, _ALL_HAVE_READ = (
+_LEAVE = timedelta(seconds=10)
+"""Longest time that rank 0, which may serve the store, waits for the others to read the verdict."""
+_SIZE, _FIRST, _COUNT, _DIFFERENCES, _VERDICT, _READERS, _ALL_HAVE_READ = (
     f"alike/{name}"
-    for name in ("first", "count", "differences", "verdict", "readers", "all have read")
+    for name in (
+        "world size",
+        "first",
+        "count",
+        "differences",
+        "verdict",
+        "readers",
+        "all have read",
+    )
 )
 
 Fields = Mapping[str, Any]
@@ -51,7 +66,38 @@ def check_consistent_start(
     :param kinds: the values by kind, such as ``{"configs": ..., "versions": ...}``.
     :raises ConfigurationError: on every rank, with the first difference of the lowest rank that
         has one.
+    :raises LaunchError: if ranks were started with different numbers of ranks, or are missing.
     """
+    try:
+        _check_world_size(store, rank, world_size)
+        verdict = _compared(store, rank, world_size, kinds)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise LaunchError(
+            f"rank {rank} waited in vain for the {world_size} ranks to compare their configs: "
+            f"{str(error).splitlines()[0]}; start all ranks, with the same WORLD_SIZE"
+        ) from error
+    if verdict:
+        _leave(store, rank, world_size)
+        raise ConfigurationError(verdict)
+
+
+def _check_world_size(store: dist.Store, rank: int, world_size: int) -> None:
+    """:raises LaunchError: on the ranks whose world size differs from rank 0's."""
+    if rank == 0:
+        store.set(_SIZE, str(world_size))
+        return
+    first = int(store.get(_SIZE))
+    if first != world_size:
+        verdict = (
+            f"the ranks were started with different numbers of ranks: WORLD_SIZE = {first} on rank "
+            f"0, {world_size} on rank {rank}; start every rank with the same one"
+        )
+        store.set(_VERDICT, verdict)
+        raise LaunchError(verdict)
+
+
+def _compared(store: dist.Store, rank: int, world_size: int, kinds: Mapping[str, Fields]) -> str:
+    """Compare the values; return the verdict, which is empty if all ranks agree."""
     # Through JSON, as rank 0's values come: tuples become lists.
     own = json.loads(json.dumps(kinds))
     if rank == 0:
@@ -64,14 +110,17 @@ def check_consistent_start(
     # All ranks have compared by the time the last one is counted.
     if store.add(_COUNT, 1) == world_size:
         store.set(_VERDICT, _verdict(store))
-    verdict = store.get(_VERDICT).decode()
-    if verdict:
-        # Rank 0 may serve the store, so it leaves last.
-        if store.add(_READERS, 1) == world_size:
-            store.set(_ALL_HAVE_READ, "")
-        if rank == 0:
-            store.get(_ALL_HAVE_READ)
-        raise ConfigurationError(verdict)
+    return store.get(_VERDICT).decode()
+
+
+def _leave(store: dist.Store, rank: int, world_size: int) -> None:
+    """Leave the store after a verdict; rank 0, which may serve the store, leaves last."""
+    if store.add(_READERS, 1) == world_size:
+        store.set(_ALL_HAVE_READ, "")
+    if rank == 0:
+        # A rank that never came, or that counts other peers, must not hold up the message.
+        with suppress(dist.DistStoreError):
+            store.wait([_ALL_HAVE_READ], _LEAVE)
 
 
 def _verdict(store: dist.Store) -> str:
@@ -89,5 +138,12 @@ def _difference(first: dict[str, Fields], own: dict[str, Fields], rank: int) -> 
                 return (
                     f"the ranks have different {kind}: {name} = {expected!r} on rank 0, "
                     f"{value!r} on rank {rank}; start every rank with the same {kind}"
+                )
+        # The order decides, for example, which validation set is evaluated first.
+        for expected, name in zip(fields, own[kind], strict=False):
+            if name != expected:
+                return (
+                    f"the ranks have different {kind}: {expected} on rank 0 stands where rank "
+                    f"{rank} has {name}; start every rank with the same {kind}, in one order"
                 )
     return None

@@ -1,41 +1,60 @@
-"""Initial weights that do not depend on the layout.
+"""Initial weights that do not depend on the layout of a run.
 
-Every parameter has a generator of its own, seeded by (run seed, parameter name), and routed experts
-one by (run seed, parameter name, global expert id). So a rank draws no experts but its own, and a
-model comes out the same for every world size, EP degree and mode. Drawn on the CPU, so it is also
-the same on every device.
+Every parameter has its own generator, seeded by (run seed, parameter name), and every routed expert
+one seeded by (run seed, parameter name, global expert id). A rank therefore draws only the experts
+that it holds, and the weights are equal for every world size, EP degree and mode. They are drawn on
+the CPU, so they are equal on every device, too.
+
+A module class names its special weights in two attributes, by names relative to the module:
+``starts_at_one`` (norms) and ``residual_outputs`` (the last weight of a branch that is added to the
+residual stream).
 """
 
 import hashlib
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from olmo_shard.config import ModelConfig
 
-_RESIDUAL_OUTPUTS = ("wo.weight", "w_down.weight", "w_down")
-
 
 def initial_tensor(
-    config: ModelConfig, name: str, shape: torch.Size, seed: int, experts: range | None = None
+    model: nn.Module,
+    config: ModelConfig,
+    name: str,
+    shape: torch.Size,
+    seed: int,
+    experts: range | None = None,
 ) -> Tensor:
-    """FP32 initial value of a parameter on the CPU.
+    """FP32 initial value of a parameter, on the CPU.
 
-    Norm weights are one; all else is normal with ``init_std``, divided by sqrt(2 n_layers) where
-    the output is added to the residual stream (GPT-2).
+    Weights that start at one are one. All others are normal with standard deviation ``init_std``,
+    which residual outputs divide by sqrt(2 n_layers) (GPT-2).
 
+    :param model: the model whose modules say which weights are special.
     :param name: the parameter's name in the model.
-    :param shape: its shape; the first dimension counts ``experts`` where they are given.
+    :param shape: the parameter's shape; with ``experts``, dimension 0 counts these.
+    :param seed: seed of the run.
     :param experts: global ids of the routed experts in a stacked tensor.
     """
-    if "norm" in name:
+    if _declares(model, "starts_at_one", name):
         return torch.ones(shape)
-    residual = name.endswith(_RESIDUAL_OUTPUTS)
+    residual = _declares(model, "residual_outputs", name)
     std = config.init_std / math.sqrt(2 * config.n_layers) if residual else config.init_std
     if experts is None:
         return _normal(shape, std, f"{seed}/{name}")
     return torch.stack([_normal(shape[1:], std, f"{seed}/{name}/{expert}") for expert in experts])
+
+
+def _declares(model: nn.Module, attribute: str, name: str) -> bool:
+    """Whether a module around the parameter lists it in a class attribute."""
+    parts = name.split(".")
+    for depth in range(len(parts)):
+        module = model.get_submodule(".".join(parts[:depth]))
+        if ".".join(parts[depth:]) in getattr(module, attribute, ()):
+            return True
+    return False
 
 
 def _normal(shape: torch.Size, std: float, key: str) -> Tensor:

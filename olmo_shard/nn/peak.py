@@ -1,6 +1,7 @@
-"""Peak rates of devices, for MFU.
+"""Peak FLOP/s of devices, for MFU.
 
-This file imports nothing of the package: a machine with torch and Triton alone can use the table.
+This file imports nothing from the package, so a machine with only torch and Triton can use the
+table.
 """
 
 import re
@@ -11,14 +12,15 @@ _PEAK_FLOPS = {
     r"\bA100\b": 312e12,
     r"\bB200$": 2250e12,
 }
-"""Dense bf16 FLOP/s by a pattern of the device's name, as the vendor states them. Slower variants
-of a chip (PCIe, NVL) are not in the table."""
+"""Dense bf16 FLOP/s as the vendor states them, by a pattern of the device's name. The table leaves
+out slower variants of a chip (PCIe, NVL)."""
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a device; ``None`` for an unknown name, since a wrong MFU is worse.
+    """Dense bf16 FLOP/s of a device.
 
-    :param device_name: the name that CUDA gives the device.
+    :param device_name: the device's name as CUDA reports it.
+    :returns: ``None`` for an unknown name, since a wrong MFU is worse than none.
     """
-    found = (peak for name, peak in _PEAK_FLOPS.items() if re.search(name, device_name))
-    return next(found, None)
+    peaks = (peak for name, peak in _PEAK_FLOPS.items() if re.search(name, device_name))
+    return next(peaks, None)

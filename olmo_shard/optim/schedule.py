@@ -1,4 +1,4 @@
-"""Learning-rate schedules: pure functions of the step, so a resume needs no state."""
+"""Learning-rate schedules: pure functions of the step, so that a resume needs no state."""
 
 import math
 
@@ -9,9 +9,10 @@ from olmo_shard.errors import ConfigurationError
 def learning_rate(step: int, peak: float, total_steps: int, config: ScheduleConfig) -> float:
     """Learning rate of a step.
 
-    :param step: 1 for the first optimizer step. Skipped steps count.
-    :param total_steps: the run's last step; ``schedule.total_steps`` wins where it is set. After it
-        the rate stays at its last value.
+    :param step: number of the step, 1 for the first. Skipped steps count.
+    :param peak: learning rate after the warm-up.
+    :param total_steps: the run's last step; ``schedule.total_steps`` replaces it if set. After
+        it the learning rate stays at its last value.
     """
     warmup = config.warmup_steps
     if step <= warmup:
@@ -28,10 +29,11 @@ def learning_rate(step: int, peak: float, total_steps: int, config: ScheduleConf
 
 
 def check_schedule(total_steps: int, config: ScheduleConfig) -> None:
-    """Whether warm-up and decay fit into the steps that the schedule is made for.
+    """Check that warm-up and decay fit into the schedule's steps.
 
-    :param total_steps: the run's last step; ``schedule.total_steps`` wins where it is set.
-    :raises ConfigurationError: where they do not fit: the rate would never be what was asked for.
+    :param total_steps: the run's last step; ``schedule.total_steps`` replaces it if set.
+    :raises ConfigurationError: if they do not fit, because the learning rate would then never reach
+        its peak or its last value.
     """
     total, warmup, decay = (
         config.total_steps or total_steps,
@@ -41,17 +43,17 @@ def check_schedule(total_steps: int, config: ScheduleConfig) -> None:
     if warmup + (decay or 0) <= total:
         return
     end = "schedule.total_steps" if config.total_steps else "the run's last step"
-    asked = f"schedule.warmup_steps = {warmup}"
+    fields = f"schedule.warmup_steps = {warmup}"
     if decay is not None:
-        asked += f" and schedule.decay_steps = {decay}"
+        fields += f" and schedule.decay_steps = {decay}"
     raise ConfigurationError(
-        f"{asked} do not fit into {total} steps ({end}): lower them, train longer, or, for a short "
-        "trial of a long schedule, set schedule.total_steps to the long run's last step"
+        f"{fields} do not fit into {total} steps ({end}): lower them, train longer, or, for a "
+        "short trial of a long schedule, set schedule.total_steps to the long run's last step"
     )
 
 
 def describe_schedule(peak: float, total_steps: int, config: ScheduleConfig) -> str:
-    """One line for the log: the schedule in force."""
+    """One line for the log that describes the schedule in force."""
     total = config.total_steps or total_steps
     decay = f", decay over the last {config.decay_steps}" if config.decay_steps else ""
     final = peak if config.name == "constant" else peak * config.min_lr_ratio

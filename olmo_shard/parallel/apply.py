@@ -1,25 +1,24 @@
-"""Everything that makes a single-device model parallel, in one order."""
+"""Everything that makes a single-device model parallel, in one ordered function."""
 
 import torch
 from torch import Tensor, nn
 
 from olmo_shard.config import ParallelConfig
+from olmo_shard.config.layout import experts_problem
 from olmo_shard.distributed.mesh import Mesh
 from olmo_shard.errors import ConfigurationError
 from olmo_shard.kernels.backend import choose_backend
-from olmo_shard.nn.feed_forward import FeedForward
-from olmo_shard.nn.init import initial_tensor
+from olmo_shard.nn.protocol import LanguageModel
 from olmo_shard.nn.recompute import checkpointed
-from olmo_shard.nn.transformer import Block, Transformer
-from olmo_shard.parallel.connection import connect_experts
 from olmo_shard.parallel.ddp import DDPModel
+from olmo_shard.parallel.dispatchers import install_dispatcher
 from olmo_shard.parallel.expert import shard_experts
 from olmo_shard.parallel.fsdp import FSDPModel
 from olmo_shard.parallel.shards import LogicalParameter, ParallelModel
 
 
 def parallelize(
-    model: Transformer,
+    model: LanguageModel,
     mesh: Mesh,
     config: ParallelConfig,
     seed: int = 0,
@@ -27,33 +26,42 @@ def parallelize(
 ) -> ParallelModel:
     """Spread a model over the ranks of a mesh, and draw its weights; collective over all ranks.
 
-    :param model: built on the meta device. A rank draws no routed experts but its own.
-    :param mesh: made with the same ``expert_parallel`` as the config's.
-    :param seed: of the initial weights.
-    :param max_tokens: of a rank's largest micro-batch, evaluation included. ``dispatch: rowwise``
-        sizes its mailboxes by it; without it ``auto`` does not take ``rowwise``.
-    :raises ConfigurationError: where model, mesh and config do not fit.
+    :param model: a model on the meta device. Each rank draws only the routed experts that it holds.
+    :param mesh: a mesh with the config's ``expert_parallel``.
+    :param seed: seed of the initial weights.
+    :param max_tokens: largest number of tokens per micro-batch and rank, evaluation included.
+        ``dispatch: rowwise`` sizes its mailboxes by it; without it ``auto`` does not take
+        ``rowwise``.
+    :raises ConfigurationError: if model, mesh and config do not fit each other.
     """
     _check(model, mesh, config)
-
-    def initial(logical: LogicalParameter) -> Tensor:
-        shape = _local_shape(logical)
-        return initial_tensor(model.config, logical.name, shape, seed, logical.experts)
-
     backend = choose_backend(config.kernels, mesh.device.type)
-    connection = connect_experts(model, mesh, config, max_tokens, backend)
+
+    # 1. The dispatcher, before any parameter changes: it reads the sizes of the whole MoE layers,
+    #    and a transport that cannot run here must fail before weights are allocated.
+    choice = install_dispatcher(model, mesh, config, max_tokens, backend)
+
+    # 2. Each rank's experts, before any storage exists: no rank could hold all experts. The names
+    #    and logical shapes of all parameters come from here.
     parameters = shard_experts(model, mesh)
+
+    # 3. Recompute and compile, before the mode: they replace forwards of modules, and the hooks of
+    #    step 4 must stay outside of compiled and of recomputed code.
     _wrap_forwards(model, config)
+
+    # 4. ddp or fsdp, last: it allocates storage, draws the weights, and installs its hooks.
+    def initial(logical: LogicalParameter) -> Tensor:
+        return model.initial_value(logical.name, _local_shape(logical), seed, logical.experts)
+
     wrap = DDPModel if config.mode == "ddp" else FSDPModel
-    parallel_model = wrap(model, mesh, config, parameters, initial)
-    for router in model.routers():
-        router.to_empty(device=mesh.device, recurse=False)
-        router.reset_buffers()
-    parallel_model.connection, parallel_model.backend = connection, backend
+    parallel_model = wrap(model, mesh, config, parameters, initial, backend)
+    # Buffers are whole on every rank in both modes. FSDP allocates them without values.
+    model.place_buffers(mesh.device)
+    parallel_model.dispatcher_choice = choice
     return parallel_model
 
 
-def _check(model: Transformer, mesh: Mesh, config: ParallelConfig) -> None:
+def _check(model: LanguageModel, mesh: Mesh, config: ParallelConfig) -> None:
     if not all(parameter.is_meta for parameter in model.parameters()):
         raise ConfigurationError(
             "parallelize draws the weights itself: build the model under torch.device('meta'), and "
@@ -65,11 +73,8 @@ def _check(model: Transformer, mesh: Mesh, config: ParallelConfig) -> None:
             f"{config.expert_parallel}"
         )
     moe = model.config.moe
-    if moe is not None and moe.num_experts % config.expert_parallel:
-        raise ConfigurationError(
-            f"expert_parallel = {config.expert_parallel} does not divide num_experts = "
-            f"{moe.num_experts}"
-        )
+    if moe is not None and (problem := experts_problem(config.expert_parallel, moe.num_experts)):
+        raise ConfigurationError(problem)
 
 
 def _local_shape(logical: LogicalParameter) -> torch.Size:
@@ -78,24 +83,21 @@ def _local_shape(logical: LogicalParameter) -> torch.Size:
     return torch.Size([len(logical.experts), *logical.shape[1:]])
 
 
-def _wrap_forwards(model: nn.Module, config: ParallelConfig) -> None:
-    """Replace forwards, not modules: hooks stay outside and eager, names stay as they are."""
-    for block in model.modules():
-        if not isinstance(block, Block):
-            continue
-        if config.compile:
-            _compile_static_parts(block)
-        if config.activation_checkpointing == "full":
+def _wrap_forwards(model: LanguageModel, config: ParallelConfig) -> None:
+    """Compile what the modules declare as ``compiled_methods``, and recompute whole blocks.
+
+    Methods are replaced on the instances, and modules are not wrapped: hooks stay outside and
+    eager, and parameters keep their names.
+    """
+    if config.compile:
+        for module in model.modules():
+            _compile(module)
+    if config.activation_checkpointing == "full":
+        for block in model.blocks:
             block.forward = checkpointed(block.forward)
 
 
-def _compile_static_parts(block: Block) -> None:
-    """Attention and the dense feed-forwards, each one whole graph.
-
-    Routing decides the sizes of all else in a MoE layer: compiled, it would be compiled again with
-    each batch, or break the graph in the middle of a block.
-    """
-    block.attend = torch.compile(block.attend, fullgraph=True, dynamic=False)
-    for module in block.modules():
-        if isinstance(module, FeedForward):
-            module.forward = torch.compile(module.forward, fullgraph=True, dynamic=False)
+def _compile(module: nn.Module) -> None:
+    for name in getattr(module, "compiled_methods", ()):
+        method = torch.compile(getattr(module, name), fullgraph=True, dynamic=False)
+        setattr(module, name, method)

@@ -1,11 +1,13 @@
 """The flat layout of a class of parameters: pure arithmetic.
 
-A class is all parameters that are reduced over the same group in the same type. Its flat space
-holds them in reverse order of definition (roughly the order in which backward finishes them), each
-start aligned, cut in buckets of whole parameters. A bucket is padded so that it splits into equal
-slices, one for each rank of the group, with no regard for parameter borders: so nothing is ever
-replicated because it did not divide, and a slice is at once the output of reduce-scatter, the input
-of the optimizer and the input of all-gather.
+A *class* is all parameters that are reduced over one group of ranks. Its *flat space* holds the
+parameters in reverse order of definition, which is roughly the order in which backward finishes
+their gradients. Each parameter starts at an aligned position.
+
+The flat space is cut into *buckets* of whole parameters. Each bucket is padded until it splits into
+equal *slices*, one per rank of the group. A border between slices may fall inside a parameter. So
+every parameter is sharded, whatever its size, and one slice is the output of reduce-scatter, the
+input of the optimizer and the input of all-gather.
 
 Example: group of 2, a cap of 350 elements, parameters a (100), b (200), c (70) in order of
 definition::
@@ -22,9 +24,11 @@ PARAMETER_ALIGNMENT = 64
 """Elements: 256 bytes in FP32, 128 in bf16, so that every parameter starts on a cache line."""
 
 BUCKET_ALIGNMENT = 128
+"""Elements: every bucket's length is a multiple of this number."""
+
 SLICE_ALIGNMENT = 16
-"""Elements: a bucket ends on a multiple of lcm(group size x 16, 128), so that every rank's slice
-starts on a multiple of 16 bytes, however many ranks there are."""
+"""Elements: every slice's length is a multiple of this number. A slice then starts on a multiple of
+16 bytes, whatever the number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,45 +37,47 @@ class Span:
 
     name: str
     start: int
+    """First element, in the flat space."""
     numel: int
 
     @property
     def end(self) -> int:
+        """Position after the last element."""
         return self.start + self.numel
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """A part of the flat space that is reduced and gathered at once."""
+    """A part of the flat space that one collective reduces and one collective gathers."""
 
     start: int
     end: int
     spans: tuple[Span, ...]
 
     def slice_of(self, rank: int, group_size: int) -> tuple[int, int]:
-        """Start and end of a rank's slice."""
+        """Start and end of a rank's slice, in the flat space."""
         length = (self.end - self.start) // group_size
         return self.start + rank * length, self.start + (rank + 1) * length
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """The part of a parameter that lies in one rank's slice."""
+    """The part of a parameter that is in one rank's slice."""
 
     name: str
     start: int
-    """In the flat space."""
+    """First element, in the flat space."""
     offset: int
-    """In the parameter, flattened."""
+    """First element, in the flattened parameter."""
     numel: int
 
 
 def make_buckets(sizes: dict[str, int], group_size: int, cap: int) -> list[Bucket]:
-    """Lay parameters out.
+    """Lay out the parameters of a class.
 
-    :param sizes: elements of each parameter, in order of definition.
-    :param group_size: ranks that share the class.
-    :param cap: elements of a bucket, about; a larger parameter is a bucket of its own.
+    :param sizes: number of elements of each parameter, in order of definition.
+    :param group_size: number of ranks that share the class.
+    :param cap: approximate number of elements per bucket. A larger parameter gets its own bucket.
     """
     buckets: list[Bucket] = []
     spans: list[Span] = []
@@ -89,18 +95,19 @@ def make_buckets(sizes: dict[str, int], group_size: int, cap: int) -> list[Bucke
 
 
 def pieces(bucket: Bucket, rank: int, group_size: int) -> list[Piece]:
-    """The parts of parameters in a rank's slice of a bucket, in flat order; padding is left out."""
+    """Parts of parameters in a rank's slice of a bucket, in flat order and without the padding."""
     low, high = bucket.slice_of(rank, group_size)
-    found = []
+    in_slice = []
     for span in bucket.spans:
         start, end = max(low, span.start), min(high, span.end)
         if start < end:
             offset = start - span.start
-            found.append(Piece(name=span.name, start=start, offset=offset, numel=end - start))
-    return found
+            in_slice.append(Piece(name=span.name, start=start, offset=offset, numel=end - start))
+    return in_slice
 
 
 def _close(start: int, spans: list[Span], group_size: int) -> Bucket:
+    """A bucket of these parameters, padded to equal and aligned slices."""
     multiple = math.lcm(group_size * SLICE_ALIGNMENT, BUCKET_ALIGNMENT)
     length = _round_up(spans[-1].end - start, multiple)
     return Bucket(start=start, end=start + length, spans=tuple(spans))

@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank keeps a slice of every layer's routed experts."""
+"""Expert parallelism: each rank keeps a slice of the routed experts of every layer."""
 
 import torch
 from torch import Tensor, nn
@@ -9,14 +9,15 @@ from olmo_shard.parallel.shards import LogicalParameter
 
 
 def shard_experts(model: nn.Module, mesh: Mesh) -> list[LogicalParameter]:
-    """Cut the experts to this rank's slice.
+    """Cut the routed experts of a model to this rank's slice.
 
     Works on the meta device and on real weights.
 
-    :returns: all parameters of the model, in order of definition, with their logical shapes. Which
-        ones are experts follows from the modules that own them, not from a mark that a cast could
-        lose.
+    :returns: all parameters of the model, in order of definition, with their logical shapes. The
+        modules that own the parameters decide which of them are experts; a mark on a parameter
+        could get lost in a cast.
     """
+    # Before the cut: the logical shape of an expert parameter counts all experts.
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     experts_of: dict[str, range] = {}
     for prefix, module in model.named_modules():
@@ -32,4 +33,5 @@ def shard_experts(model: nn.Module, mesh: Mesh) -> list[LogicalParameter]:
 
 
 def _slice(parameter: Tensor, kept: range) -> Tensor:
+    # A clone, so that the memory of the other ranks' experts is freed.
     return parameter.detach()[kept.start : kept.stop].clone(memory_format=torch.contiguous_format)

@@ -1,15 +1,18 @@
 """Phase *reduce*: each bucket of gradients is summed over its group, once per window.
 
-[Note: order of reduces] Buckets of all classes start in one order, the same on every rank: an
-order that followed from what each rank has ready would differ between ranks, and with it the order
-of the collectives of a group. In the window's last backward, hooks mark gradients as ready, and a
-bucket starts when it is full and all before it have started. Which gradients a rank has depends on
-the model alone, never on data (experts without a token yield zeros), so as a rule all buckets start
-in backward. ``finish`` starts what is left: buckets with a parameter that this rank did not use,
-and those after them.
+[Note: order of reduces] The buckets of all classes start in one order that is the same on every
+rank. If each rank started the buckets that it has ready, the order would differ between ranks, and
+with it the order of the collectives of a group.
 
-Backward never waits for a bucket. Where staging is full the next gradient tries again: a peer that
-has not started its bucket may itself wait for rows that only the rest of this backward will send.
+In the window's last backward, hooks mark gradients as ready. A bucket starts when all its gradients
+are ready and all buckets before it have started. Which gradients a rank computes depends on the
+model and not on the data (experts without a token yield zeros), so usually all buckets start during
+backward. ``finish`` starts the others: each bucket with a parameter that this rank did not use, and
+the buckets after it.
+
+Backward never waits for a bucket. If staging memory is full, the next gradient tries again. A
+waiting backward could deadlock: a peer that has not started the bucket may itself wait for token
+rows that only the rest of this backward sends.
 """
 
 from collections import deque
@@ -23,15 +26,15 @@ from olmo_shard.errors import TrainingError
 from olmo_shard.parallel.flat_space import FlatBucket
 
 STAGED_BUCKETS = 2
-"""Buckets under way at once where each needs staging memory as large as itself."""
+"""Largest number of buckets under way if each needs staging memory of its own size."""
 
 
 class BucketReducer:
     """Sums buckets over their groups.
 
-    :param model: with its parameters in the flat buffers.
-    :param buckets: of all classes, in the order in which backward fills them.
-    :param overlap: start buckets in the last backward.
+    :param model: model whose parameters are in the flat buffers.
+    :param buckets: buckets of all classes, in the order in which backward fills them.
+    :param overlap: whether buckets start during the last backward.
     :param wire_dtype: type in which gradients travel.
     """
 
@@ -52,52 +55,57 @@ class BucketReducer:
         self._limit = limit if comm_stream.stream is None else len(buckets)
         self._in_last_backward = False
         self._under_way: deque[Work] = deque()
-        self._pending_params: list[set[str]] = []
+        self._not_started: deque[FlatBucket] = deque()
+        """Buckets still to start in this window, the next one first."""
+        self._pending_params: dict[FlatBucket, set[str]] = {}
+        """Parameters of each bucket to start whose gradients are not ready."""
         self.begin_window()
         if overlap:
-            for index, bucket in enumerate(buckets):
+            for bucket in buckets:
                 for name in bucket.names:
-                    self._install_hook(model.get_parameter(name), index, name)
+                    self._install_hook(model.get_parameter(name), bucket, name)
 
     def begin_window(self) -> None:
-        """Nothing is ready."""
+        """Reset the readiness of all buckets for a new accumulation window."""
         if self._in_last_backward:
-            # A window that was given up after its backward: how many of its buckets a rank has
-            # started is a matter of timing, and all ranks must have made the same exchanges.
+            # The last window was abandoned after its backward. How many of its buckets a rank has
+            # started depends on timing, and all ranks must make the same collectives.
             self.finish()
         self._in_last_backward = False
-        self._pending_params = [set(bucket.names) for bucket in self.buckets]
-        self._started = 0
+        self._not_started = deque(self.buckets)
+        self._pending_params = {bucket: set(bucket.names) for bucket in self.buckets}
 
     def begin_microbatch(self, *, last: bool) -> None:
-        """What the coming backward makes ready is final if it is the window's last."""
+        """Gradients of the coming backward are final if it is the window's last."""
         self._in_last_backward = last and self.overlap
 
     def finish(self) -> None:
-        """Start what has not been started, and wait for all."""
-        while self._started < len(self.buckets):
+        """Start the buckets that have not started, and wait for all."""
+        while self._not_started:
             if len(self._under_way) == self._limit:
                 self._under_way.popleft().wait()
             self._start_next()
         while self._under_way:
             self._under_way.popleft().wait()
 
-    def _install_hook(self, parameter: nn.Parameter, index: int, name: str) -> None:
+    def _install_hook(self, parameter: nn.Parameter, bucket: FlatBucket, name: str) -> None:
         def mark_ready(_: nn.Parameter) -> None:
-            if self._started > index:
+            """Note that a parameter's gradient is final, and start the buckets that can start."""
+            if bucket not in self._pending_params:
                 raise TrainingError(
                     f"a gradient of {name} came after its bucket was reduced: the window's last "
                     "backward must be the only one after begin_microbatch(last=True); or set "
                     "parallel.ddp.overlap_grad_reduce to false"
                 )
             if self._in_last_backward:
-                self._pending_params[index].discard(name)
-                self._start_full()
+                self._pending_params[bucket].discard(name)
+                self._start_ready()
 
         parameter.register_post_accumulate_grad_hook(mark_ready)
 
-    def _start_full(self) -> None:
-        while self._started < len(self.buckets) and not self._pending_params[self._started]:
+    def _start_ready(self) -> None:
+        """Start buckets in order until one is not ready or staging memory is full."""
+        while self._not_started and not self._pending_params[self._not_started[0]]:
             if len(self._under_way) == self._limit:
                 if not self._under_way[0].is_ready():
                     return
@@ -105,10 +113,11 @@ class BucketReducer:
             self._start_next()
 
     def _start_next(self) -> None:
-        bucket = self.buckets[self._started]
-        self._started += 1
+        bucket = self._not_started.popleft()
+        del self._pending_params[bucket]
 
         def launch() -> Work:
+            """Start the bucket's reduce-scatter."""
             return reduce_scatter_start(
                 bucket.main_grads,
                 bucket.grads,

@@ -1,10 +1,11 @@
-"""Checkpoints that any mode, world size and EP degree reads.
+"""Checkpoints that any mode, world size and EP degree can read.
 
-[Note: logical tensors] Every parameter is stored as its FP32 main weight and, with Adam, both
-moments, under a name without any wrapper's prefix, as a 1-D tensor of the parameter's size over the
-whole run (routed experts under global ids). Each rank writes and reads the ranges that it owns.
-torch's distributed checkpoint (DCP) finds out which ranges lie in which file. Router buffers are
-stored whole.
+[Note: logical tensors] A checkpoint stores the FP32 main weights of every parameter, and the state
+tensors of the update rule (both moments with AdamW). A key is a kind and the parameter's name,
+without the prefix of any wrapper: ``model.norm.weight``, ``exp_avg.norm.weight``. Each tensor is
+1-D and has the parameter's number of elements over the whole run; routed experts are in the order
+of their global ids. Each rank writes and reads the ranges that it owns. torch's distributed
+checkpoint (DCP) finds the files that hold a range. Router buffers are stored whole.
 """
 
 from pathlib import Path
@@ -15,11 +16,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from olmo_shard.data.loader import LoaderState
-from olmo_shard.distributed import collectives
 from olmo_shard.distributed.agree import on_first_rank
 from olmo_shard.errors import CheckpointError, TrainingError
-from olmo_shard.nn.transformer import Transformer
+from olmo_shard.nn.protocol import LanguageModel
 from olmo_shard.optim.sharded import DistributedOptimizer
+from olmo_shard.optim.update_rule import WEIGHTS_KEY
 from olmo_shard.train import checkpoint_folder as folders
 from olmo_shard.train.checkpoint_fit import check_same_model, first_few, saved_keys
 from olmo_shard.train.logical_tensor import LogicalTensor
@@ -27,7 +28,7 @@ from olmo_shard.train.state import TrainState
 
 
 class Checkpointer:
-    """Saves and loads the shards of an optimizer and the buffers of its model.
+    """Saves and loads the slices of an optimizer and the buffers of its model.
 
     All methods are collective.
     """
@@ -35,20 +36,22 @@ class Checkpointer:
     def __init__(self, optimizer: DistributedOptimizer) -> None:
         self.optimizer = optimizer
         model = optimizer.parallel_model.model
-        assert isinstance(model, Transformer)
+        assert isinstance(model, LanguageModel)
         self.model = model
         self.control = optimizer.mesh.control
-        self._shapes = self._logical_shapes()
+        parameters = optimizer.parallel_model.parameters
+        self._shapes = {parameter.name: parameter.shape for parameter in parameters}
 
     def save(
         self, run_dir: Path, train: TrainState, loader: LoaderState, keep: int | None = None
     ) -> Path:
-        """Write a checkpoint; returns on all ranks after it has its name.
+        """Write a checkpoint. Returns on every rank after the checkpoint is complete.
 
-        :param keep: complete checkpoints to keep, null for all.
-        :raises TrainingError: on every rank, where one of them cannot write.
+        :param keep: number of complete checkpoints to keep; ``None`` keeps all.
+        :raises TrainingError: on every rank, if any rank cannot write.
         """
-        self.optimizer.parallel_model.wait()
+        # Every rank writes the tensors that it owns, into a folder with a temporary name.
+        self._use_main_weights()
         final = folders.folder_of(run_dir, train.step)
         partial = on_first_rank(self.control, lambda: folders.begin(final))
         try:
@@ -59,6 +62,8 @@ class Checkpointer:
             )
         except CheckpointException as error:
             raise TrainingError(f"cannot save {final}: {_first_cause(error)}") from error
+
+        # Rank 0 adds the state and renames the folder, after which the checkpoint counts.
         state = folders.SavedState(
             train=train,
             loader=loader,
@@ -68,6 +73,7 @@ class Checkpointer:
         )
 
         def commit() -> None:
+            """Complete this checkpoint, then remove older ones and leftovers."""
             folders.commit(partial, final, state)
             folders.keep_last(run_dir, keep)
             folders.remove_leftovers(run_dir)
@@ -76,22 +82,24 @@ class Checkpointer:
         return final
 
     def load(self, path: Path) -> folders.SavedState:
-        """Restore weights, moments and buffers; returns the trainer's state.
+        """Restore weights, optimizer state and buffers. Returns the trainer's state.
 
-        :raises CheckpointError: naming what is missing, unexpected or of another shape.
+        :raises CheckpointError: naming tensors that are missing, unexpected or of another shape.
         """
         state = self._load(path, with_optimizer=True)
         self.optimizer.step_count.fill_(state.optimizer_steps)
         return state
 
     def load_weights(self, path: Path) -> None:
-        """Restore main weights and router biases alone: a new run starts from them."""
+        """Restore only main weights and router biases, as the start of a new run.
+
+        :raises CheckpointError: naming tensors that are missing, unexpected or of another shape.
+        """
         self._load(path, with_optimizer=False)
 
     def _load(self, path: Path, *, with_optimizer: bool) -> folders.SavedState:
         state = on_first_rank(self.control, lambda: self._checked_state(path, with_optimizer))
-        parallel_model = self.optimizer.parallel_model
-        parallel_model.wait()
+        self._use_main_weights()
         try:
             dcp.load(
                 self._tensors(with_optimizer=with_optimizer),
@@ -100,67 +108,67 @@ class Checkpointer:
             )
         except CheckpointException as error:
             raise CheckpointError(f"cannot load {path}: {_first_cause(error)}") from error
-        for index, part in enumerate(parallel_model.slices):
-            part.model.copy_(part.main)
-            parallel_model.gather(index)
+        # As after a step: round the main weights, and send them to every model.
+        for part in self.optimizer.slices:
+            part.owned.update_model()
+            self.optimizer.parallel_model.gather(part.owned)
         return state
 
+    def _use_main_weights(self) -> None:
+        """Make main weights safe to read and write: no gather in flight, no gathered copy."""
+        self.optimizer.parallel_model.wait_for_weights()
+        self.optimizer.parallel_model.release_gathered_weights()
+
     def _tensors(self, *, with_optimizer: bool) -> dict[str, Tensor]:
-        """Whatever this rank owns, by its key in the checkpoint."""
-        found: dict[str, Tensor] = {}
-        optimizer = self.optimizer
-        for index, part in enumerate(optimizer.slices):
-            flats = {"model": part.main}
-            if with_optimizer and optimizer.adam:
-                flats["exp_avg"] = optimizer.exp_avgs[index]
-                flats["exp_avg_sq"] = optimizer.exp_avg_sqs[index]
-            for shard in part.shards:
-                for kind, flat in flats.items():
-                    found[f"{kind}.{shard.name}"] = LogicalTensor.of(
-                        shard.of(flat), shard.chunks, shard.shape.numel()
+        """The tensors that this rank owns, and all buffers, by their keys in the checkpoint."""
+        tensors: dict[str, Tensor] = {}
+        kinds = self._kinds(with_optimizer=with_optimizer)
+        for part in self.optimizer.slices:
+            flats = part.tensors()
+            for shard in part.owned.shards:
+                for kind in kinds:
+                    tensors[f"{kind}.{shard.name}"] = LogicalTensor.from_shard(
+                        shard.of(flats[kind]), shard.chunks, shard.shape.numel()
                     )
         for name, buffer in self.model.named_buffers():
             if with_optimizer or name.endswith("expert_bias"):
-                found[f"buffer.{name}"] = buffer
-        return found
+                tensors[f"buffer.{name}"] = buffer
+        return tensors
 
     def _keys(self, *, with_optimizer: bool) -> set[str]:
         """The keys of all ranks together."""
-        kinds = ["model"]
-        if with_optimizer and self.optimizer.adam:
-            kinds += ["exp_avg", "exp_avg_sq"]
+        kinds = self._kinds(with_optimizer=with_optimizer)
         keys = {f"{kind}.{name}" for kind in kinds for name in self._shapes}
         names = [name for name, _ in self.model.named_buffers()]
         return keys | {
             f"buffer.{name}" for name in names if with_optimizer or name.endswith("expert_bias")
         }
 
-    def _logical_shapes(self) -> dict[str, torch.Size]:
-        """Of every parameter of the run (a rank may own no part of some)."""
-        own = {shard.name: shard.shape for shard in self.optimizer.parallel_model.shards()}
-        merged: dict[str, torch.Size] = {}
-        for shapes in collectives.gather_objects(own, self.control):
-            assert isinstance(shapes, dict)
-            merged |= shapes
-        return merged
+    def _kinds(self, *, with_optimizer: bool) -> tuple[str, ...]:
+        """The kinds of tensors per parameter: the first part of their keys."""
+        state_names = self.optimizer.rule.state_names if with_optimizer else ()
+        return (WEIGHTS_KEY, *state_names)
 
     def _checked_state(self, path: Path, with_optimizer: bool) -> folders.SavedState:
-        """The trainer's state, if keys and shapes fit (DCP ignores keys that nobody asks for)."""
+        """Read the trainer's state, and check keys and shapes (DCP ignores unexpected keys)."""
+        # Shapes first: a parameter of another shape is the clearest sign of another model.
         state = folders.read_state(path)
         saved = {name: torch.Size(shape) for name, shape in state.shapes.items()}
-        other = [
+        different = [
             f"{name} {list(saved[name])} instead of {list(shape)}"
             for name, shape in self._shapes.items()
             if name in saved and saved[name] != shape
         ]
-        if other:
-            raise CheckpointError(f"checkpoint {path} is of another model: {first_few(other)}")
+        if different:
+            raise CheckpointError(f"checkpoint {path} is of another model: {first_few(different)}")
         if with_optimizer:
             check_same_model(path, state.model, self.model.config)
-        expected, found = self._keys(with_optimizer=with_optimizer), saved_keys(path)
-        missing = sorted(expected - found)
+
+        # A load of weights alone may leave optimizer state and buffers unread, but no weights.
+        expected, present = self._keys(with_optimizer=with_optimizer), saved_keys(path)
+        missing = sorted(expected - present)
         unexpected = sorted(
-            key for key in found - expected if with_optimizer or key.startswith("model.")
+            key for key in present - expected if with_optimizer or key.startswith(f"{WEIGHTS_KEY}.")
         )
         if missing or unexpected:
             raise CheckpointError(
@@ -171,5 +179,6 @@ class Checkpointer:
 
 
 def _first_cause(error: CheckpointException) -> str:
+    """The failure of the lowest rank that failed."""
     rank, (cause, _) = min(error.failures.items())
     return f"rank {rank}: {type(cause).__name__}: {cause}"

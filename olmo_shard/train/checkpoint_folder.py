@@ -1,4 +1,10 @@
-"""Where checkpoints lie, and how one appears: complete, by a rename, or not at all."""
+"""The folders of checkpoints on disk.
+
+[Note: complete or not at all] A save writes into ``step-N.partial``. When all files are there, a
+rename to ``step-N`` makes the checkpoint complete. If ``step-N`` exists, it becomes ``step-N.old``
+just before, and is removed after. So a kill at any instant leaves a complete checkpoint, if there
+was one.
+"""
 
 import os
 import re
@@ -15,6 +21,7 @@ from olmo_shard.errors import CheckpointError, TrainingError
 from olmo_shard.train.state import TrainState
 
 STATE = "state.json"
+"""File with the state beside the tensors. A folder without this file is not a checkpoint."""
 _NAME = re.compile(r"step-(\d{8})(\.old)?")
 _PARTIAL = ".partial"
 _OLD = ".old"
@@ -22,42 +29,46 @@ _UNFINISHED = re.compile(r"step-\d{8}(\.partial|\.old)")
 
 
 class SavedState(BaseModel):
-    """What a checkpoint holds besides tensors."""
+    """The state that a checkpoint holds beside its tensors."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     format: Literal[2] = 2
-    """Version of the fields; format 1 had no digests of the data."""
+    """Version of the fields. Format 1 had no digests of the data."""
     train: TrainState
+    """Progress of the trainer."""
     loader: LoaderState
+    """Position in the data."""
     model: dict[str, Any]
-    """The model's config."""
+    """The section ``model`` of the config."""
     optimizer_steps: int
-    """Steps applied: Adam's t."""
+    """Number of steps applied (Adam's t)."""
     shapes: dict[str, list[int]]
-    """Of every parameter, over all ranks."""
+    """Shape of every parameter over all ranks, by name."""
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
+    """Folder of the checkpoint of a step."""
     return run_dir / "checkpoints" / f"step-{step:08d}"
 
 
 def complete_checkpoints(run_dir: Path) -> list[Path]:
     """Complete checkpoints of a run, oldest first.
 
-    One that was about to be replaced (.old) counts as long as its successor has not got its name.
+    A checkpoint that was about to be replaced (.old) counts while no complete checkpoint has its
+    step.
     """
     folder = run_dir / "checkpoints"
-    found: dict[int, Path] = {}
+    by_step: dict[int, Path] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         name = _NAME.fullmatch(path.name)
         if name and (path / STATE).is_file():
-            found.setdefault(int(name[1]), path)  # "step-7" sorts before "step-7.old"
-    return [found[step] for step in sorted(found)]
+            by_step.setdefault(int(name[1]), path)  # "step-7" sorts before "step-7.old"
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def leftovers(run_dir: Path) -> list[Path]:
-    """Folders of saves that did not end, and replaced checkpoints whose removal did not end."""
+    """Folders of unfinished saves, and replaced checkpoints that were not removed completely."""
     complete = set(complete_checkpoints(run_dir))
     folder = run_dir / "checkpoints"
     paths = sorted(folder.iterdir()) if folder.is_dir() else []
@@ -65,35 +76,36 @@ def leftovers(run_dir: Path) -> list[Path]:
 
 
 def remove_leftovers(run_dir: Path) -> None:
-    """Remove what ``leftovers`` finds; for the holder of the run's lock, after a complete save.
+    """Remove the folders that ``leftovers`` returns.
 
-    A folder that cannot be removed stays, and the next start names it again.
+    Only the job that holds the run's lock may call this, after a complete save. A folder that
+    cannot be removed stays, and the next start reports it again.
     """
     for path in leftovers(run_dir):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def begin(final: Path) -> Path:
-    """An empty folder to write into; what an earlier try left there is removed.
+    """Create an empty folder to write into. Files that an earlier save left there are removed.
 
-    :raises TrainingError: where it cannot be made.
+    :raises TrainingError: if the folder cannot be created.
     """
     partial = final.with_name(final.name + _PARTIAL)
-    with _told_as(f"cannot save {final}"):
+    with _os_errors_as_training_errors(f"cannot save {final}"):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     return partial
 
 
 def commit(partial: Path, final: Path, state: SavedState) -> None:
-    """Write the state and give the folder its name.
+    """Write the state and give the folder its final name.
 
-    A kill at any instant leaves a complete checkpoint, if there was one.
+    [Note: complete or not at all] describes the order of the operations.
 
-    :raises TrainingError: where something cannot be written.
+    :raises TrainingError: if a file or folder cannot be written.
     """
     old = final.with_name(final.name + _OLD)
-    with _told_as(f"cannot save {final}"):
+    with _os_errors_as_training_errors(f"cannot save {final}"):
         _write_state(partial / STATE, state)
         if final.exists():
             shutil.rmtree(old, ignore_errors=True)
@@ -104,15 +116,23 @@ def commit(partial: Path, final: Path, state: SavedState) -> None:
 
 
 def keep_last(run_dir: Path, count: int | None) -> None:
-    """Remove all but the newest complete checkpoints."""
+    """Remove all but the newest complete checkpoints.
+
+    :param count: number of checkpoints to keep; ``None`` keeps all.
+    :raises TrainingError: if a folder cannot be removed.
+    """
     if count is not None:
         for path in complete_checkpoints(run_dir)[:-count]:
-            with _told_as(f"cannot remove {path}"):
+            with _os_errors_as_training_errors(f"cannot remove {path}"):
                 shutil.rmtree(path)
 
 
 def read_state(path: Path) -> SavedState:
-    """:raises CheckpointError: where the folder is no complete checkpoint of a known format."""
+    """Read the state of a checkpoint.
+
+    :raises CheckpointError: if the folder is not a complete checkpoint of the format that this
+        version reads.
+    """
     try:
         return SavedState.model_validate_json((path / STATE).read_bytes())
     except FileNotFoundError as error:
@@ -137,7 +157,7 @@ def read_state(path: Path) -> SavedState:
 
 
 @contextmanager
-def _told_as(what: str) -> Iterator[None]:
+def _os_errors_as_training_errors(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Records of an earlier start in a run's folder: moved to a numbered folder, never deleted.
+"""Records of an earlier start in the run's folder: they move to a numbered folder.
 
-A run that begins anew in a folder with records of another start (that one failed before its first
-save, for example) must not write over them.
+A new run must not overwrite the records of another start, for example of one that failed before its
+first checkpoint. No record is deleted.
 """
 
 from pathlib import Path
@@ -13,28 +13,29 @@ from olmo_shard.train.records import (
     EVENTS_FILE,
     EXPERTS_FILE,
     EXPERTS_PICTURE,
-    FILE,
-    PICTURE,
+    LOSS_PICTURE,
+    METRICS_FILE,
 )
 from olmo_shard.train.rewind import STEP_FILES, replaced_file
 
+# Files that move first. ``_LAST`` move last, because they show that the folder has records: a move
+# that is interrupted is done again at the next start.
 _FIRST = (
     CONFIG_FILE,
-    PICTURE,
+    LOSS_PICTURE,
     EXPERTS_PICTURE,
     EXPERTS_FILE,
     EVENTS_FILE,
     *(replaced_file(Path(name)).name for name in STEP_FILES),
 )
-_LAST = (EVAL_FILE, FILE)
-"""What shows that the folder has records. Moved last, so that a move cut short is done again."""
+_LAST = (EVAL_FILE, METRICS_FILE)
 
 
 def set_aside(run_dir: Path) -> Path | None:
-    """Move the records of an earlier start to ``earlier-N``; for the holder of the run's lock.
+    """Move the records of an earlier start to ``earlier-N``. The caller must hold the run's lock.
 
-    :returns: the new folder, or ``None`` where the run's folder has no records.
-    :raises ConfigurationError: where a file cannot be moved.
+    :returns: the new folder; ``None`` if the run's folder has no records.
+    :raises ConfigurationError: if a file cannot be moved.
     """
     if not any(_has_content(run_dir / name) for name in _LAST):
         return None
@@ -52,10 +53,12 @@ def set_aside(run_dir: Path) -> Path | None:
 
 
 def _has_content(path: Path) -> bool:
+    """Whether a file exists and is not empty."""
     return path.is_file() and path.stat().st_size > 0
 
 
 def _numbered_folder(run_dir: Path) -> Path:
+    """Create the next free ``earlier-N``."""
     number = 1
     while (folder := run_dir / f"earlier-{number}").exists():
         number += 1

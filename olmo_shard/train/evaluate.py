@@ -1,4 +1,4 @@
-"""Validation loss: the exact mean over the tokens of a set, the same on every rank."""
+"""Validation loss: the exact mean over the tokens of a set, equal on every rank."""
 
 import torch
 
@@ -13,11 +13,13 @@ from olmo_shard.train.metrics import mean_over
 def evaluate(
     parallel_model: ParallelModel, sets: list[ValidationSet], mesh: Mesh
 ) -> dict[str, float | None]:
-    """Mean cross-entropy by set name; ``None`` for a set in which no token has a label.
+    """Mean cross-entropy of each validation set; collective.
 
-    Neither router biases nor counts move.
+    An evaluation changes neither router biases nor lagged counts.
+
+    :returns: losses by set name; ``None`` for a set in which no token has a label.
     """
-    return {each.name: _loss(parallel_model, each, mesh) for each in sets}
+    return {validation.name: _loss(parallel_model, validation, mesh) for validation in sets}
 
 
 def _loss(parallel_model: ParallelModel, validation: ValidationSet, mesh: Mesh) -> float | None:
@@ -26,6 +28,7 @@ def _loss(parallel_model: ParallelModel, validation: ValidationSet, mesh: Mesh) 
         batch = batch.to(mesh.device)
         output = parallel_model.model(*batch)
         total += torch.stack([output.cross_entropy.double(), batch.num_labelled().double()])
-    parallel_model.check()  # the loss is NaN where a transport has failed: say why
+    # A lost peer makes the loss NaN. Raise here, with the reason, instead.
+    parallel_model.raise_if_peer_lost()
     collectives.all_reduce(total, mesh.control, kind="eval")
     return mean_over(int(total[1]), total[0])

@@ -1,4 +1,4 @@
-"""The tensor type through which torch's distributed checkpoint (DCP) sees a shard."""
+"""The tensor type that describes a shard to torch's distributed checkpoint (DCP)."""
 
 from typing import Any
 
@@ -13,27 +13,42 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 
 class LogicalTensor(torch.Tensor):
-    """A rank's ranges of a flattened logical tensor; shares memory with the shard."""
+    """This rank's ranges of a flattened logical tensor. It shares memory with the shard.
+
+    DCP calls the methods with double underscores: to plan a save, to plan a load, and to get the
+    memory of one range.
+    """
 
     _chunks: tuple[tuple[int, int], ...]
     _global_size: torch.Size
 
     @staticmethod
-    def of(local: Tensor, chunks: tuple[tuple[int, int], ...], numel: int) -> "LogicalTensor":
+    def from_shard(
+        local: Tensor, chunks: tuple[tuple[int, int], ...], numel: int
+    ) -> "LogicalTensor":
+        """Wrap a shard.
+
+        :param local: [n] this rank's elements, the concatenation of the chunks.
+        :param chunks: (offset, length) pairs in the flattened logical tensor.
+        :param numel: number of elements of the logical tensor.
+        """
         tensor = local.detach().as_subclass(LogicalTensor)
         tensor._chunks, tensor._global_size = chunks, torch.Size([numel])
         return tensor
 
     def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        """Size of the logical tensor, which is the size that DCP saves."""
         return self._global_size if dim is None else self._global_size[dim]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """The ranges that this rank reads."""
         return [
             ChunkStorageMetadata(offsets=torch.Size([offset]), sizes=torch.Size([length]))
             for offset, length in self._chunks
         ]
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        """One write per range."""
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets, index),
@@ -48,6 +63,7 @@ class LogicalTensor(torch.Tensor):
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """The memory of one range, to read from or to write into."""
         assert index.offset is not None
         start = 0
         for offset, length in self._chunks:

@@ -1,10 +1,13 @@
-"""The line of the log that says which numbers are FP32 and which are not."""
+"""The line of the log that states the types of a run's numbers."""
 
 from olmo_shard.config import ParallelConfig
 
 
 def describe_precision(parallel: ParallelConfig) -> str:
-    """Types of a run's numbers. ``docs/training.md`` has the whole table and the bounds."""
+    """One line with the types of a run's numbers.
+
+    ``docs/training.md`` has the whole table, with measured bounds of the differences.
+    """
     computed, summed, sent = parallel.compute_dtype, "float32", "float32"
     if parallel.mode == "ddp":
         summed = parallel.ddp.grad_dtype

@@ -1,7 +1,11 @@
 """The records of a run, one JSON object per line.
 
-A line of metrics.jsonl is a step, one of eval.jsonl an evaluation, one of experts.jsonl the routes
-to each expert over some steps, and one of events.jsonl a start, a resume, a note or an end.
+| file | one line is |
+|---|---|
+| metrics.jsonl | a step |
+| eval.jsonl | an evaluation |
+| experts.jsonl | the routes to each expert over some steps |
+| events.jsonl | a start, a resume, a note, a failure or an end |
 """
 
 import json
@@ -12,12 +16,12 @@ from typing import Any
 
 from olmo_shard.errors import ConfigurationError
 
-FILE = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 EVAL_FILE = "eval.jsonl"
 EXPERTS_FILE = "experts.jsonl"
 EVENTS_FILE = "events.jsonl"
 CONFIG_FILE = "config.yaml"
-PICTURE = "loss.png"
+LOSS_PICTURE = "loss.png"
 EXPERTS_PICTURE = "experts.png"
 
 Record = dict[str, Any]
@@ -25,21 +29,22 @@ Record = dict[str, Any]
 
 
 def to_json(record: Record) -> str:
-    """One line of JSON; figures that are not finite become null, which JSON has no word for."""
+    """One line of JSON. Numbers that are not finite become null, which JSON can express."""
     return json.dumps({name: _finite(value) for name, value in record.items()}, allow_nan=False)
 
 
 def perplexity(loss: float | None) -> float | None:
-    """exp(loss); ``None`` where there is no loss, or the result is no finite number."""
+    """exp(loss), or ``None`` if there is no loss or the result is not finite."""
     if loss is None or not loss < math.log(sys.float_info.max):
         return None
     return math.exp(loss)
 
 
 def eval_record(step: int, tokens: int, losses: dict[str, float | None]) -> Record:
-    """An evaluation: loss and perplexity by validation set.
+    """The record of an evaluation: loss and perplexity by validation set.
 
-    :param tokens: tokens with a label that the run has trained on so far.
+    :param tokens: number of tokens with a label that the run has trained on so far.
+    :param losses: mean loss by set name; ``None`` for a set in which no token has a label.
     """
     return {
         "step": step,
@@ -50,14 +55,15 @@ def eval_record(step: int, tokens: int, losses: dict[str, float | None]) -> Reco
 
 
 def read_records(path: Path, last_step: int | None = None) -> list[Record]:
-    """Records up to ``last_step``; a last line that a kill cut short is left out.
+    """The records of a file, without a last line that a kill cut short.
 
-    :raises ConfigurationError: naming file and line where one is no record.
+    :param last_step: leave out records of later steps; ``None`` returns all records.
+    :raises ConfigurationError: if a line is no record. The message names file and line.
     """
     if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
-    whole = lines[:-1]  # what follows the last newline is empty, or cut short
+    whole = lines[:-1]  # The text after the last newline is empty or cut short.
     records = [_parsed(line, path, number) for number, line in enumerate(whole, start=1)]
     return [r for r in records if last_step is None or r["step"] <= last_step]
 
@@ -74,5 +80,5 @@ def _parsed(line: str, path: Path, number: int) -> Record:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, list):
-        return [_finite(each) for each in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""A run's folder: who may use it, and where in it to go on."""
+"""The run's folder: its lock, and the choice of the checkpoint that the run resumes from."""
 
 import fcntl
 import os
@@ -6,33 +6,45 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from olmo_shard.config import Config
+from olmo_shard.config import CheckpointConfig, ModelConfig
 from olmo_shard.data.coverage import describe_end
 from olmo_shard.data.loader import DataLoader
-from olmo_shard.errors import CheckpointError, ConfigurationError, NothingLeftError
+from olmo_shard.errors import CheckpointError, ConfigurationError
 from olmo_shard.train.checkpoint_fit import check_same_model, first_few
 from olmo_shard.train.checkpoint_folder import complete_checkpoints, leftovers, read_state
-from olmo_shard.train.records import EVAL_FILE, EVENTS_FILE, EXPERTS_FILE, FILE, read_records
+from olmo_shard.train.records import (
+    EVAL_FILE,
+    EVENTS_FILE,
+    EXPERTS_FILE,
+    METRICS_FILE,
+    read_records,
+)
 
 _LOCK = ".lock"
+"""File in the run's folder that the running job holds a lock on."""
 
 
-def check_writable(config: Config) -> None:
-    """:raises ConfigurationError: where run.dir cannot be a folder to write in. Changes nothing."""
-    problem = _unwritable(Path(config.run.dir))
-    if problem:
-        raise ConfigurationError(f"run.dir = {config.run.dir} cannot be written: {problem}")
+def check_writable(run_dir: Path) -> None:
+    """Check that a folder exists and is writable, or can be created. Changes nothing.
 
-
-def choose_checkpoint(config: Config) -> Path | None:
-    """The checkpoint to resume from, by ``checkpoint.resume``.
-
-    :raises CheckpointError: where a named one is missing or of another model, where ``never`` meets
-        a run that has some, or where the run has later ones, which would be taken for its
-        continuation.
+    :raises ConfigurationError: if it cannot be created or written.
     """
-    run_dir, resume = Path(config.run.dir), config.checkpoint.resume
+    problem = _unwritable(run_dir)
+    if problem:
+        raise ConfigurationError(f"run.dir = {run_dir} cannot be written: {problem}")
+
+
+def choose_checkpoint(run_dir: Path, resume: str, model: ModelConfig) -> Path | None:
+    """Return the checkpoint to resume from; ``None`` for a new run.
+
+    :param resume: ``checkpoint.resume``: ``auto``, ``never``, or the path of a checkpoint.
+    :param model: model of the run, which the checkpoint must fit.
+    :raises CheckpointError: if the checkpoint is missing or of another model; if ``never`` is given
+        and the folder has checkpoints; or if the folder has later checkpoints than the given one,
+        because a resume with ``auto`` would take those for the newest of this run.
+    """
     complete = complete_checkpoints(run_dir)
+    # A new run in a folder with checkpoints would mix the checkpoints of two runs.
     if resume == "never":
         if complete:
             raise CheckpointError(
@@ -42,9 +54,10 @@ def choose_checkpoint(config: Config) -> Path | None:
         return None
     if resume == "auto" and not complete:
         return None
+    # The checkpoint must be whole and of this model, before all ranks load it.
     path = complete[-1] if resume == "auto" else Path(resume)
     state = read_state(path)
-    check_same_model(path, state.model, config.model)
+    check_same_model(path, state.model, model)
     if complete and read_state(complete[-1]).train.step > state.train.step:
         raise CheckpointError(
             f"checkpoint.resume = {path} is at step {state.train.step}, but run.dir = {run_dir} "
@@ -53,25 +66,24 @@ def choose_checkpoint(config: Config) -> Path | None:
     return path
 
 
-def check_something_left(path: Path, step: int, loader: DataLoader) -> None:
-    """Check that the run has a step left.
+def nothing_left(path: Path, step: int, loader: DataLoader) -> str | None:
+    """Describe why a checkpoint is at the run's end; ``None`` if a step is left to train.
 
     :param path: checkpoint that the run resumes from.
     :param step: steps done at the checkpoint.
-    :param loader: the loader at the checkpoint's position.
-    :raises NothingLeftError: where the checkpoint is at the run's end already.
+    :param loader: a loader at the checkpoint's position.
     """
-    if step >= loader.total_steps(step):
-        raise NothingLeftError(
-            f"nothing to train: {path} is at step {step} of {describe_end(loader, step)}; raise "
-            "train.steps (or tokens, epochs), choose another run.dir, or name another "
-            "checkpoint.resume"
-        )
+    if step < loader.total_steps(step):
+        return None
+    return (
+        f"nothing to train: {path} is at step {step} of {describe_end(loader, step)}; raise "
+        "train.steps (or tokens, epochs), choose another run.dir, or name another "
+        "checkpoint.resume"
+    )
 
 
-def describe_saves(config: Config) -> list[str]:
-    """Lines for the log: which checkpoints the run will save, and which saves did not end."""
-    run_dir, saves = Path(config.run.dir), config.checkpoint
+def describe_saves(run_dir: Path, saves: CheckpointConfig) -> list[str]:
+    """Return log lines: which checkpoints the run will save, and which saves are incomplete."""
     if saves.every is None:
         lines = ["saves     nothing, not even at the end (checkpoint.every = null)"]
     else:
@@ -86,20 +98,22 @@ def describe_saves(config: Config) -> list[str]:
 
 
 @contextmanager
-def open_run(config: Config) -> Iterator[None]:
-    """Make the folder and hold its lock.
+def open_run(run_dir: Path) -> Iterator[None]:
+    """Create the run's folder and hold its lock.
 
-    :raises ConfigurationError: where it cannot be written, or another job is using it.
+    :raises ConfigurationError: if the folder cannot be written, another job holds its lock, or a
+        record in it is damaged.
     """
-    run_dir = Path(config.run.dir)
-    for name in (FILE, EVAL_FILE, EXPERTS_FILE, EVENTS_FILE):
+    # A damaged record is an error now, not at the end of the run when it is read for the summary.
+    for name in (METRICS_FILE, EVAL_FILE, EXPERTS_FILE, EVENTS_FILE):
         read_records(run_dir / name)
     with ExitStack() as stack:
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context((run_dir / _LOCK).open("wb", buffering=0))
+            # The kernel releases the lock when the process ends, however it ends.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Unbuffered: a full disk is an error here, and not in the first record.
+            # The file is unbuffered, so that a full disk is an error now, not at the first record.
             lock.write(b"%d\n" % os.getpid())
         except BlockingIOError as error:
             raise ConfigurationError(
@@ -114,10 +128,12 @@ def open_run(config: Config) -> Iterator[None]:
 
 
 def _unwritable(path: Path) -> str | None:
-    """Why a folder cannot be made or written at ``path``, if so; changes nothing."""
-    above = path.absolute()
-    while not above.exists():
-        above = above.parent
-    if not above.is_dir():
-        return f"{above} is not a folder"
-    return None if os.access(above, os.W_OK | os.X_OK) else f"no permission to write in {above}"
+    """Why a folder cannot be created or written at ``path``; ``None`` if it can."""
+    # The first existing folder upwards is where folders would be created.
+    existing = path.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        return f"{existing} is not a folder"
+    permitted = os.access(existing, os.W_OK | os.X_OK)
+    return None if permitted else f"no permission to write in {existing}"

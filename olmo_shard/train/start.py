@@ -1,4 +1,4 @@
-"""What happens between joining the peers and the first step: agree, then resume or begin."""
+"""The start of a run, after joining the peers and before the first step. All is collective."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -6,80 +6,91 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from olmo_shard.config import Config
+from olmo_shard.config import CheckpointConfig, DataConfig
 from olmo_shard.data.identity import difference, fingerprint
 from olmo_shard.data.source import data_identity
 from olmo_shard.distributed import collectives
 from olmo_shard.distributed.agree import on_every_rank, on_first_rank
 from olmo_shard.distributed.mesh import Mesh
 from olmo_shard.errors import DataError
+from olmo_shard.train.checks import PlannedRun, run_checks
 from olmo_shard.train.earlier_records import set_aside
-from olmo_shard.train.preflight import check_start, preflight, scan_before_training
 from olmo_shard.train.run_folder import choose_checkpoint, describe_saves, open_run
 from olmo_shard.train.trainer import Trainer
 
 
-def check_inputs(config: Config, mesh: Mesh, *, scanned: bool) -> None:
-    """What every rank can see must be right, and rank 0 scans the data; collective.
+def check_inputs(run: PlannedRun, mesh: Mesh) -> None:
+    """Verify the rules that every rank verifies, then those that rank 0 verifies for all.
 
-    :raises OlmoShardError: on every rank, where one of them finds something wrong.
+    :raises OlmoShardError: on every rank, if a rule is broken on one of them.
     """
-    files = on_every_rank(mesh.control, lambda: preflight(config, mesh.world_size))
-    on_first_rank(mesh.control, lambda: check_start(config))
-    if not scanned:
-        vocab_size = config.model.vocab_size
-        on_first_rank(mesh.control, lambda: scan_before_training(files, vocab_size))
+    on_every_rank(mesh.control, lambda: run_checks(run, "every rank"))
+    on_first_rank(mesh.control, lambda: run_checks(run, "first rank"))
 
 
-def check_same_data(config: Config, group: dist.ProcessGroup) -> None:
-    """Compare every training and validation file over the ranks; collective.
+def check_same_data(data: DataConfig, vocab_size: int, group: dist.ProcessGroup) -> None:
+    """Compare all training and validation files over the ranks.
 
     Each rank reads a sample of each file, at most 1 MiB.
 
+    :param vocab_size: number of ids of the model.
     :param group: all ranks of the run.
-    :raises DataError: on every rank, naming a rank, a file, and whether its size, type, order or
+    :raises DataError: on every rank, with a rank, a file, and whether its size, type, order or
         content differs from the file of rank 0.
     """
-    data = on_every_rank(group, lambda: data_identity(config))
-    if len(set(collectives.gather_objects(fingerprint(data), group))) == 1:
+    identity = on_every_rank(group, lambda: data_identity(data, vocab_size))
+    # Fingerprints are short, so ranks with equal data exchange little.
+    if len(set(collectives.gather_objects(fingerprint(identity), group))) == 1:
         return
-    first, *others = collectives.gather_objects(data, group)
+    first, *others = collectives.gather_objects(identity, group)
     for rank, other in enumerate(others, start=1):
-        found = difference(other, first, f"on rank {rank}", "on rank 0")
-        if found:
+        clause = difference(other, first, f"on rank {rank}", "on rank 0")
+        if clause:
             raise DataError(
-                f"the ranks have different data: {found}; copy one version of the data to the "
+                f"the ranks have different data: {clause}; copy one version of the data to the "
                 "hosts of all ranks"
             )
 
 
 @contextmanager
-def opened_run(config: Config, mesh: Mesh) -> Iterator[None]:
-    """Hold the run's folder for this job alone; collective."""
+def opened_run(run_dir: Path, mesh: Mesh) -> Iterator[None]:
+    """Create the run's folder and hold its lock, on rank 0 for all ranks.
+
+    :raises ConfigurationError: on every rank, if the folder cannot be used.
+    """
     with ExitStack() as stack:
-        on_first_rank(mesh.control, lambda: stack.enter_context(open_run(config)))
+        on_first_rank(mesh.control, lambda: stack.enter_context(open_run(run_dir)))
         yield
 
 
-def start_from(config: Config, trainer: Trainer, mesh: Mesh) -> list[str]:
-    """Resume, or begin a new run; returns lines for the log. Collective: rank 0 decides."""
-    chosen = on_first_rank(mesh.control, lambda: choose_checkpoint(config))
-    lines = [_loaded_from(config, trainer, chosen)]
-    run_dir = Path(config.run.dir)
-    if chosen is None or chosen.resolve().parent != (run_dir / "checkpoints").resolve():
+def start_from(config: CheckpointConfig, trainer: Trainer, mesh: Mesh) -> list[str]:
+    """Load the checkpoint to start from, if there is one.
+
+    Rank 0 chooses for all ranks, because ranks that look at a shared file system by themselves may
+    see different states of it.
+
+    :returns: lines for the log.
+    :raises CheckpointError: on every rank, if the checkpoint cannot be used.
+    """
+    run_dir, model = trainer.run_dir, trainer.config.model
+    path = on_first_rank(mesh.control, lambda: choose_checkpoint(run_dir, config.resume, model))
+    lines = [_load(config, trainer, path)]
+    # Records continue only after a resume from a checkpoint of this folder.
+    if path is None or path.resolve().parent != (run_dir / "checkpoints").resolve():
         aside = on_first_rank(mesh.control, lambda: set_aside(run_dir))
         if aside is not None:
             lines.append(f"records   of an earlier start in {run_dir} are now in {aside}")
-    return [*lines, *on_first_rank(mesh.control, lambda: describe_saves(config))]
+    return [*lines, *on_first_rank(mesh.control, lambda: describe_saves(run_dir, config))]
 
 
-def _loaded_from(config: Config, trainer: Trainer, chosen: Path | None) -> str:
-    if chosen is not None:
-        trainer.load(chosen)
-        ignored = config.checkpoint.init_from and "; checkpoint.init_from was for the first start"
+def _load(config: CheckpointConfig, trainer: Trainer, path: Path | None) -> str:
+    """Load a checkpoint, or the weights of ``init_from``; returns a line for the log."""
+    if path is not None:
+        trainer.load(path)
+        ignored = config.init_from and "; checkpoint.init_from was for the first start"
         step = f"step {trainer.state.step} of {trainer.total_steps}"
-        return f"resume    {step}, from {chosen}{ignored or ''}"
-    if config.checkpoint.init_from:
-        trainer.checkpointer.load_weights(Path(config.checkpoint.init_from))
-        return f"start     new run, weights from {config.checkpoint.init_from}"
+        return f"resume    {step}, from {path}{ignored or ''}"
+    if config.init_from:
+        trainer.checkpointer.load_weights(Path(config.init_from))
+        return f"start     new run, weights from {config.init_from}"
     return "start     new run"

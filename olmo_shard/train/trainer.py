@@ -1,4 +1,10 @@
-"""The training loop."""
+"""The training loop.
+
+[Note: late read] On CUDA the host queues a step, and only then reads the tensors of the previous
+step: the device never waits for the host. On a CPU nothing is queued, and a step is read at once. A
+checkpoint, an evaluation and the end of the run read the pending step first, so that no record is
+missing before them.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,14 +28,15 @@ from olmo_shard.train.step import TrainStep
 
 
 def reads_late(device: torch.device) -> bool:
-    """Whether the host reads a step's figures only after it has queued the next step."""
+    """Whether the host reads a step's tensors only after it has queued the next step."""
     return device.type == "cuda"
 
 
 class Trainer:
-    """Runs steps until the end; evaluates, saves and reports in between.
+    """Runs steps to the end of the run, and evaluates, saves and reports in between.
 
-    :param callbacks: on rank 0 all of them, on other ranks none.
+    :param config: the whole config, which callbacks see, too.
+    :param callbacks: all callbacks on rank 0; none on the other ranks.
     """
 
     def __init__(
@@ -47,34 +54,54 @@ class Trainer:
         self.optimizer = train_step.optimizer
         self.checkpointer = Checkpointer(self.optimizer)
         self.state = TrainState()
-        self.meter = StepMeter(config, mesh.device, mesh.world_size)
+        self.meter = StepMeter(
+            config.model,
+            config.parallel,
+            config.data.sequence_length,
+            mesh.device,
+            mesh.world_size,
+        )
         self.run_dir = Path(config.run.dir)
         self.resumed_from: Path | None = None
         self._pending: PendingStep | None = None
 
     def fit(self, notes: list[str]) -> list[tuple[str, str]]:
-        """Train to the end; returns the lines of the summary (on rank 0)."""
+        """Train to the end; collective.
+
+        :param notes: lines for the log about what was chosen at the start.
+        :returns: lines of the summary as (name, value); on ranks above 0 an empty list.
+        :raises TrainingError: after too many skipped steps in a row.
+        """
         try:
+            # Start: callbacks open their files, and records after the checkpoint are moved away.
             if self.callbacks:
                 info = self._info(notes)
                 self._notify(lambda callback: callback.on_start(info))
             self.meter.restart()
+
+            # Loop: one step, then whatever is due after it.
             while self.state.step < self.total_steps:
                 self._step()
                 if self._due(self.config.eval.every):
                     self._evaluate()
                 if self._due_to_save():
                     self._save()
+
+            # End: read the last step, and wait for its weights, which no further forward awaits.
             self._report()
-            self.optimizer.parallel_model.wait()
+            self.optimizer.parallel_model.wait_for_weights()
             return [line for callback in self.callbacks for line in callback.on_end()]
         except BaseException as error:
-            failure = error  # the name after `as` is unbound when the clause ends
+            # Callbacks close their files and show the error, whatever it is.
+            failure = error  # Python unbinds the name after ``as`` at the end of the clause.
             self._notify(lambda callback: callback.on_failure(failure))
             raise
 
     def load(self, path: Path) -> None:
-        """Go on from a checkpoint; collective."""
+        """Continue from a checkpoint; collective.
+
+        :raises CheckpointError: if the checkpoint does not fit the model or the optimizer.
+        """
         saved = self.checkpointer.load(path)
         self.state, self.resumed_from = saved.train, path
         if self.train_step.spikes is not None:
@@ -83,11 +110,13 @@ class Trainer:
         self.total_steps = self.loader.total_steps(self.state.step)
 
     def _step(self) -> None:
+        """Run one step, and report one step: the previous one if the host reads late."""
         step = self.state.step + 1
         seed_step(self.config.run.seed, step, self.mesh.rank)
         lr = learning_rate(step, self.config.optim.lr, self.total_steps, self.config.schedule)
         window = [micro_batch.to(self.mesh.device) for micro_batch in self.loader.next_window()]
         output = self.train_step(window, lr)
+        # This step is queued. Now read the previous one; see [Note: late read].
         self._report()
         self._pending = PendingStep(step=step, lr=lr, output=output)
         self.state.step = step
@@ -95,7 +124,10 @@ class Trainer:
             self._report()
 
     def _report(self) -> None:
-        """Read the pending step's tensors; the only place where the loop waits for the device."""
+        """Read the tensors of the pending step, if there is one, and report them.
+
+        The loop waits for the device here and nowhere else.
+        """
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -108,6 +140,7 @@ class Trainer:
             self._explain_skip(record, pending)
 
     def _report_experts(self, step: int) -> None:
+        """Report the load of the experts, every ``tracking.experts_every`` steps and at the end."""
         every = self.config.tracking.experts_every
         if step != self.total_steps and (not every or step % every):
             return
@@ -116,6 +149,7 @@ class Trainer:
             self._notify(lambda callback: callback.on_experts(record))
 
     def _explain_skip(self, record: Record, pending: PendingStep) -> None:
+        """Report why a step was skipped; collective. Ends the run after too many in a row."""
         cause = self.train_step.skip_cause(pending.output)
         message = f"step {record['step']} skipped: {cause}"
         self._notify(lambda callback: callback.on_note(message))
@@ -152,7 +186,7 @@ class Trainer:
         self.meter.restart()
 
     def _info(self, notes: list[str]) -> RunInfo:
-        """What callbacks may know; brings the records back to the checkpoint's step."""
+        """What callbacks see of the run. Moves away records of steps after the checkpoint."""
         return RunInfo(
             config=self.config,
             run_dir=self.run_dir,

@@ -1,15 +1,16 @@
-"""Loading, extending, overriding; each mistake names field, value, rule and way out. Runs in CI."""
+"""Loading, extending, overriding; each mistake names field, value, rule and way out."""
 
 from pathlib import Path
 
 import pytest
 
-from olmo_shard.config import dump_yaml, load_config
+from olmo_shard.config import Config, dump_yaml, load_config
+from olmo_shard.config.layout import check_expert_groups, check_expert_shards, check_global_batch
 from olmo_shard.errors import ConfigurationError
 from tests.support.configs import write_config
 
 
-def test_overrides_win_over_extends_which_wins_over_the_base(tmp_path):
+def test_overrides_win_over_extends_which_wins_over_the_base(tmp_path: Path) -> None:
     write_config(tmp_path)
     child = tmp_path / "child.yaml"
     child.write_text("extends: config.yaml\noptim: {lr: 0.5}\nmodel: {moe: {top_k: 1}}\n")
@@ -21,27 +22,27 @@ def test_overrides_win_over_extends_which_wins_over_the_base(tmp_path):
     assert config.data.sources[0].weight == 2.0
 
 
-def test_dump_reads_back_to_an_equal_config(tmp_path):
+def test_dump_reads_back_to_an_equal_config(tmp_path: Path) -> None:
     config = load_config(str(write_config(tmp_path)))
     again = tmp_path / "again.yaml"
     again.write_text(dump_yaml(config))
     assert load_config(str(again)) == config
 
 
-def test_yaml_1_2_numbers(tmp_path):
+def test_yaml_1_2_numbers(tmp_path: Path) -> None:
     config = load_config(str(write_config(tmp_path)), ["optim.lr=1e-3", "train.steps=1_000"])
     assert config.optim.lr == 0.001
     assert config.train.steps == 1000
 
 
 @pytest.mark.parametrize("number", ["1e3", "1000.0", "1_000", "1000"])
-def test_whole_numbers_in_any_spelling(tmp_path, number):
+def test_whole_numbers_in_any_spelling(tmp_path: Path, number: str) -> None:
     config = load_config(str(write_config(tmp_path)), [f"train.steps={number}", "optim.lr=1"])
     assert (config.train.steps, type(config.train.steps)) == (1000, int)
     assert (config.optim.lr, type(config.optim.lr)) == (1.0, float)
 
 
-def test_a_mistake_is_blamed_on_the_file_that_has_it(tmp_path):
+def test_a_mistake_is_blamed_on_the_file_that_has_it(tmp_path: Path) -> None:
     base = write_config(tmp_path)
     middle, child = tmp_path / "middle.yaml", tmp_path / "child.yaml"
     typos = base.read_text().replace("log_every: 1", "log_evry: 1").replace("dtype:", "dtpe:", 1)
@@ -127,24 +128,24 @@ def test_a_mistake_is_blamed_on_the_file_that_has_it(tmp_path):
         ('run.dir="a', r"not valid YAML"),
     ],
 )
-def test_a_wrong_value_is_named_with_its_rule(tmp_path, override, message):
+def test_a_wrong_value_is_named_with_its_rule(tmp_path: Path, override: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         load_config(str(write_config(tmp_path)), [override])
 
 
-def test_a_set_whose_name_looks_like_a_type_keeps_its_name(tmp_path):
+def test_a_set_whose_name_looks_like_a_type_keeps_its_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"data\.validation\.stream\.weight = 'x'"):
         load_config(str(write_config(tmp_path)), ["data.validation.stream={path: a, weight: x}"])
 
 
-def test_expert_parallel_needs_experts(tmp_path):
+def test_expert_parallel_needs_experts(tmp_path: Path) -> None:
     overrides = ["model.moe=null", "model.n_dense_layers=0", "parallel.expert_parallel=2"]
     with pytest.raises(ConfigurationError, match=r"expert_parallel = 2, but the model has no moe"):
         load_config(str(write_config(tmp_path)), overrides)
 
 
 @pytest.mark.parametrize("dispatch", ["local", "collective"])
-def test_a_heap_that_dispatch_does_not_use_is_refused(tmp_path, dispatch):
+def test_a_heap_that_dispatch_does_not_use_is_refused(tmp_path: Path, dispatch: str) -> None:
     overrides = ["parallel.symmetric_heap=torch", f"parallel.dispatch={dispatch}"]
     with pytest.raises(
         ConfigurationError, match=f"symmetric_heap = torch .* dispatch = {dispatch}"
@@ -152,7 +153,7 @@ def test_a_heap_that_dispatch_does_not_use_is_refused(tmp_path, dispatch):
         load_config(str(write_config(tmp_path)), overrides)
 
 
-def test_local_dispatch_needs_one_rank(tmp_path):
+def test_local_dispatch_needs_one_rank(tmp_path: Path) -> None:
     overrides = ["parallel.dispatch=local", "parallel.expert_parallel=2"]
     with pytest.raises(ConfigurationError, match=r"dispatch = local .* expert_parallel = 2"):
         load_config(str(write_config(tmp_path)), overrides)
@@ -171,14 +172,14 @@ def test_local_dispatch_needs_one_rank(tmp_path):
         ("run: {}\n", r"data: missing"),
     ],
 )
-def test_a_bad_file_is_named(tmp_path, text, message):
+def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
     with pytest.raises(ConfigurationError, match=message):
         load_config(str(path))
 
 
-def test_a_missing_file_and_a_binary_one(tmp_path):
+def test_a_missing_file_and_a_binary_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"cannot read the config nowhere\.yaml"):
         load_config("nowhere.yaml")
     binary = tmp_path / "binary.yaml"
@@ -200,10 +201,19 @@ def test_a_missing_file_and_a_binary_one(tmp_path):
         ),
     ],
 )
-def test_the_number_of_ranks_must_fit(tmp_path, overrides, world_size, message):
+def test_the_number_of_ranks_must_fit(
+    tmp_path: Path, overrides: list[str], world_size: int, message: str
+) -> None:
     config = load_config(str(write_config(tmp_path)), overrides)
     with pytest.raises(ConfigurationError, match=message):
-        config.check_world(world_size)
+        check_layout(config, world_size)
+
+
+def check_layout(config: Config, world_size: int) -> None:
+    """Verify the rules that relate the config to the number of ranks."""
+    check_expert_groups(config.parallel.expert_parallel, world_size)
+    check_global_batch(config.train, world_size)
+    check_expert_shards(config.parallel, config.model, world_size)
 
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -213,15 +223,16 @@ SHIPPED = {
     "cpu-bench": (24_670_208, 8_155_136, 2),
     "olmoe-1b-7b": (6_919_161_856, 1_282_017_280, 64),
     "small-64e": (40_613_603_840, 4_280_445_440, 64),
+    "qwen3-30b-a3b": (30_532_122_624, 3_353_032_704, 64),
 }
 
 
-def test_every_shipped_config_is_in_the_list():
+def test_every_shipped_config_is_in_the_list() -> None:
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(SHIPPED)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_shipped_configs_build_with_the_stated_parameters(name):
+def test_shipped_configs_build_with_the_stated_parameters(name: str) -> None:
     import torch
 
     from olmo_shard.nn.flops import parameter_counts
@@ -229,14 +240,22 @@ def test_shipped_configs_build_with_the_stated_parameters(name):
 
     total, active, world_size = SHIPPED[name]
     config = load_config(str(CONFIGS / f"{name}.yaml"))
-    config.check_world(world_size)
+    check_layout(config, world_size)
     with torch.device("meta"):
         model = Transformer(config.model)
     assert sum(parameter.numel() for parameter in model.parameters()) == total
     assert parameter_counts(config.model) == (total, active)
 
 
-def test_every_config_field_has_a_sentence_or_a_plain_name():
+def test_published_models_have_their_published_size() -> None:
+    """Billions of parameters, total and active, as the models' reports state them."""
+    assert [f"{count / 1e9:.1f}" for count in SHIPPED["olmoe-1b-7b"][:2]] == ["6.9", "1.3"]
+    total, active, _ = SHIPPED["qwen3-30b-a3b"]
+    assert f"{total / 1e9:.1f}" == "30.5"
+    assert 3.3e9 <= active < 3.4e9
+
+
+def test_every_config_field_has_a_sentence_or_a_plain_name() -> None:
     from pydantic import BaseModel
 
     from olmo_shard.config import Config
@@ -250,7 +269,7 @@ def test_every_config_field_has_a_sentence_or_a_plain_name():
         ]
         return [model, *(found for each in nested for found in models(each))]
 
-    plain = {"beta1", "beta2", "eps", "norm_eps", "project", "entity"}
+    plain = {"beta1", "beta2", "eps"}
     for model in models(Config):
         for name, field in model.model_fields.items():
             section = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)

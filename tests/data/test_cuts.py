@@ -1,4 +1,4 @@
-"""Long documents are cut where the ids of the pieces are those of the whole. Runs in CI."""
+"""Long documents are cut where the ids of the pieces are those of the whole."""
 
 import pytest
 from tokenizers import Tokenizer
@@ -11,7 +11,9 @@ from tests.support.tokenizers import CUT, WHOLE, text_of, with_added
 
 
 @pytest.mark.parametrize("name", [*CUT, *WHOLE])
-def test_pieces_have_the_ids_of_the_whole_document(monkeypatch, name):
+def test_pieces_have_the_ids_of_the_whole_document(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     tokenizer = (CUT | WHOLE)[name]()
     monkeypatch.setattr(cuts, "PIECE", 40)
     cutter = Cutter(tokenizer)
@@ -26,11 +28,13 @@ def test_pieces_have_the_ids_of_the_whole_document(monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", list(CUT))
-def test_every_allowed_place_is_safe_without_the_check_at_the_cut(monkeypatch, name):
+def test_every_allowed_place_is_safe_without_the_check_at_the_cut(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """The analysis alone is right: the check of a cut's surroundings is a second line."""
     tokenizer = CUT[name]()
     monkeypatch.setattr(cuts, "PIECE", 1)
-    monkeypatch.setattr(Cutter, "_holds", lambda *_: True)
+    monkeypatch.setattr(Cutter, "_keeps_ids", lambda *_: True)
     tokenizer.encode_special_tokens = True
     for seed in range(20, 30):
         text = text_of(seed)
@@ -41,7 +45,7 @@ def test_every_allowed_place_is_safe_without_the_check_at_the_cut(monkeypatch, n
         assert [number for part in parts for number in part.ids] == whole
 
 
-def test_characters_before_which_a_cut_is_safe():
+def test_characters_before_which_a_cut_is_safe() -> None:
     def allowed(tokenizer: Tokenizer) -> str:
         return "".join(sorted(allowed_characters(tokenizer) & set("\n .,'1_。")))
 
@@ -70,12 +74,14 @@ def test_characters_before_which_a_cut_is_safe():
         (r"[a-z&&[x]]|\s", "", ""),
     ],
 )
-def test_what_a_pattern_joins_and_splits(pattern, kept, split_before):
+def test_what_a_pattern_joins_and_splits(pattern: str, kept: str, split_before: str) -> None:
     found = splitting_characters(pattern, frozenset(" .1"))
     assert ["".join(sorted(part)) for part in found] == [kept, split_before]
 
 
-def test_short_documents_and_texts_without_a_place_stay_whole(monkeypatch):
+def test_short_documents_and_texts_without_a_place_stay_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(cuts, "PIECE", 40)
     cutter = Cutter(CUT["byte-level"]())
     assert list(cutter.pieces("")) == [""]

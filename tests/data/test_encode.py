@@ -1,4 +1,4 @@
-"""Batches and pieces bound the memory and change no id. Runs in CI."""
+"""Batches and pieces bound the memory and change no id."""
 
 import subprocess
 import sys
@@ -21,7 +21,9 @@ def texts(tmp_path: Path) -> Path:
     return folder
 
 
-def test_pieces_and_batches_change_no_byte(tmp_path, texts, monkeypatch):
+def test_pieces_and_batches_change_no_byte(
+    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The trained tokenizer and the ids are those of whole documents, encoded one by one."""
     monkeypatch.setattr(encode, "_BATCH_PIECES", 1)
     prepare(found(texts), options(tmp_path))
@@ -34,7 +36,7 @@ def test_pieces_and_batches_change_no_byte(tmp_path, texts, monkeypatch):
             assert (tmp_path / name / file).read_bytes() == (tmp_path / "out" / file).read_bytes()
 
 
-def test_batches_are_bounded_by_characters_and_by_pieces(monkeypatch):
+def test_batches_are_bounded_by_characters_and_by_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode, "_BATCH_CHARACTERS", 10)
     monkeypatch.setattr(encode, "_BATCH_PIECES", 3)
     pieces = [encode.Piece("x" * n, True, True) for n in (4, 4, 4, 11, 1, 1, 1, 1)]
@@ -42,7 +44,7 @@ def test_batches_are_bounded_by_characters_and_by_pieces(monkeypatch):
     assert batches == [[4, 4], [4], [11], [1, 1, 1], [1]]
 
 
-def test_a_document_of_4_mb_needs_less_than_250_mb_more(tmp_path):
+def test_a_document_of_4_mb_needs_less_than_250_mb_more(tmp_path: Path) -> None:
     """Encoded at once, a document needs 190 times its size: 760 MB."""
     (tmp_path / "tiny.txt").write_text("words and more words " * 50)
     (tmp_path / "long.txt").write_text("a long text of many words\n" * 160_000)
@@ -61,7 +63,7 @@ def test_a_document_of_4_mb_needs_less_than_250_mb_more(tmp_path):
     assert peaks[1] - peaks[0] < 250
 
 
-def test_text_that_cannot_be_cut_is_said(tmp_path, monkeypatch):
+def test_text_that_cannot_be_cut_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuts, "PIECE", 40)
     monkeypatch.setattr(prepare_module, "_LONG_PIECE", 640)
     (tmp_path / "a.txt").write_text("words " + "x" * 1000)

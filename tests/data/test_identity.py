@@ -1,18 +1,18 @@
-"""Identity of the data: files, their order and their content. Runs in CI."""
+"""Identity of the data: files, their order and their content."""
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from olmo_shard.config import Config, DataSource
 from olmo_shard.data.identity import fingerprint, sample_digest
-from olmo_shard.data.loader import DataLoader
 from olmo_shard.data.meta import Meta
 from olmo_shard.data.source import data_identity
 from olmo_shard.errors import CheckpointError, DataError
-from tests.support.configs import VOCAB, config_at, write_tokens
+from tests.support.configs import VOCAB, config_at, loader_of, write_tokens
 
 
 def reading(base: Config, *sources: DataSource, masking: bool = False) -> Config:
@@ -43,10 +43,10 @@ def prepared(folder: Path, ids: Path) -> DataSource:
 
 def refusal(before: Config, now: Config) -> str | None:
     """What a resume says of changed data, if anything."""
-    loader = DataLoader(before)
+    loader = loader_of(before)
     loader.next_window()
     try:
-        DataLoader(now).load_state(loader.state)
+        loader_of(now).load_state(loader.state)
     except CheckpointError as error:
         return str(error)
     return None
@@ -82,13 +82,13 @@ def test_a_resume_names_the_file_and_what_differs(tmp_path: Path) -> None:
 
 def test_one_changed_id_is_other_content(tmp_path: Path) -> None:
     config = config_at(tmp_path)
-    loader, path = DataLoader(config), tmp_path / "tokens.bin"
+    loader, path = loader_of(config), tmp_path / "tokens.bin"
     ids = np.fromfile(path, dtype=np.uint16)
     ids[2000] ^= 1
     ids.tofile(path)
     os.utime(path, (1, 1))  # both writes may fall in one tick of the file system's clock
     with pytest.raises(CheckpointError, match=rf"content of {path}: sample \w+ in this run, samp"):
-        DataLoader(config).load_state(loader.state)
+        loader_of(config).load_state(loader.state)
 
 
 def test_other_bytes_of_the_same_size_in_another_type_are_refused(tmp_path: Path) -> None:
@@ -155,24 +155,28 @@ def test_the_fingerprint_does_not_know_paths(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     configs = [config_at(tmp_path / name) for name in ("a", "b")]
-    here, there = (data_identity(config) for config in configs)
-    assert here != there
-    assert fingerprint(here) == fingerprint(there)
-    assert list(here) == ["data.sources.0", "data.validation.held_out"]
+    first, second = (data_identity(config.data, config.model.vocab_size) for config in configs)
+    assert first != second
+    assert fingerprint(first) == fingerprint(second)
+    assert list(first) == ["data.sources.0", "data.validation.held_out"]
     changed = write_tokens(tmp_path / "b" / "tokens.bin", seed=4)
     os.utime(changed, (1, 1))
-    assert fingerprint(data_identity(configs[1])) != fingerprint(here)
+    assert fingerprint(data_identity(configs[1].data, configs[1].model.vocab_size)) != fingerprint(
+        first
+    )
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch) -> None:
+def test_a_file_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = config_at(tmp_path)
     original = Path.open
 
-    def refuse(path: Path, *args, **kwargs):
+    def refuse(path: Path, *args: Any, **kwargs: Any) -> Any:
         if path.name == "tokens.bin":
             raise PermissionError(13, "Permission denied")
         return original(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(DataError, match=r"tokens\.bin cannot be read: Permission denied"):
-        data_identity(config)
+        data_identity(config.data, config.model.vocab_size)

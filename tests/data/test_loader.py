@@ -1,20 +1,21 @@
-"""Batches, mixtures, epochs, document masks, validation sets. Runs in CI."""
+"""Batches, mixtures, epochs, document masks, validation sets."""
+
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from olmo_shard.config import Config, DataSource
+from olmo_shard.data.labels import IGNORE_INDEX
 from olmo_shard.data.loader import DataLoader, make_microbatch
-from olmo_shard.data.validation import open_validation
 from olmo_shard.errors import CheckpointError
-from olmo_shard.nn.losses import IGNORE_INDEX
-from tests.support.configs import config_at, write_tokens
+from tests.support.configs import config_at, loader_of, validation_of, write_tokens
 
 
 def stream(config: Config, windows: int, world_size: int) -> list[list[int]]:
     """First ids of the sequences of each global batch, gathered over the ranks."""
-    loaders = [DataLoader(config, rank, world_size) for rank in range(world_size)]
+    loaders = [loader_of(config, rank, world_size) for rank in range(world_size)]
     batches = []
     for _ in range(windows):
         parts = [micro for loader in loaders for micro in loader.next_window()]
@@ -23,20 +24,20 @@ def stream(config: Config, windows: int, world_size: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_global_batches_do_not_depend_on_the_ranks(tmp_path, world_size):
+def test_global_batches_do_not_depend_on_the_ranks(tmp_path: Path, world_size: int) -> None:
     config = config_at(tmp_path)
     assert stream(config, 20, world_size) == stream(config, 20, 1)
 
 
-def test_global_batches_do_not_depend_on_the_micro_batch(tmp_path):
+def test_global_batches_do_not_depend_on_the_micro_batch(tmp_path: Path) -> None:
     assert stream(config_at(tmp_path), 5, 2) == stream(
         config_at(tmp_path, "train.micro_batch_tokens=128"), 5, 2
     )
 
 
-def test_an_epoch_holds_each_sequence_once_and_the_next_is_shuffled_anew(tmp_path):
+def test_an_epoch_holds_each_sequence_once_and_the_next_is_shuffled_anew(tmp_path: Path) -> None:
     config = config_at(tmp_path, "train.global_batch_tokens=32", "train.micro_batch_tokens=16")
-    loader = DataLoader(config)
+    loader = loader_of(config)
     source = loader.sources[0]
     assert source.num_sequences == 250
     orders = [[source.shuffled(e * 250 + i, 5) for i in range(250)] for e in range(2)]
@@ -45,21 +46,21 @@ def test_an_epoch_holds_each_sequence_once_and_the_next_is_shuffled_anew(tmp_pat
     assert [source.shuffled(i, 6) for i in range(250)] != orders[0]
 
 
-def test_labels_are_the_next_ids(tmp_path):
+def test_labels_are_the_next_ids(tmp_path: Path) -> None:
     ids = np.fromfile(write_tokens(tmp_path / "t.bin"), dtype=np.uint16)
-    source = DataLoader(config_at(tmp_path)).sources[0]
+    source = loader_of(config_at(tmp_path)).sources[0]
     batch = make_microbatch([source.read(7)], [None])
     assert batch.tokens_BS[0].tolist() == ids[112:128].tolist()
     assert batch.labels_BS[0].tolist() == ids[113:129].tolist()
     assert batch.documents_BS is None
 
 
-def test_a_resumed_loader_goes_on_where_it_stopped(tmp_path):
+def test_a_resumed_loader_goes_on_where_it_stopped(tmp_path: Path) -> None:
     config = config_at(tmp_path)
-    loader = DataLoader(config)
+    loader = loader_of(config)
     for _ in range(17):
         loader.next_window()
-    resumed = DataLoader(config)
+    resumed = loader_of(config)
     resumed.load_state(loader.state)
     for _ in range(3):
         for mine, other in zip(loader.next_window(), resumed.next_window(), strict=True):
@@ -73,7 +74,7 @@ def test_a_resumed_loader_goes_on_where_it_stopped(tmp_path):
             resumed.load_state(loader.state.model_copy(update=change))
 
 
-def test_sources_are_mixed_by_weight(tmp_path):
+def test_sources_are_mixed_by_weight(tmp_path: Path) -> None:
     base = config_at(tmp_path)
     other = write_tokens(tmp_path / "other.bin", 900, seed=1)
     sources = [
@@ -81,7 +82,7 @@ def test_sources_are_mixed_by_weight(tmp_path):
         DataSource(path=str(other), dtype="uint16", weight=1.0),
     ]
     data = base.data.model_copy(update={"sources": sources})
-    loader = DataLoader(base.model_copy(update={"data": data}))
+    loader = loader_of(base.model_copy(update={"data": data}))
     for step in range(1, 30):
         loader.next_window()
         taken = loader.state.sequences
@@ -89,7 +90,7 @@ def test_sources_are_mixed_by_weight(tmp_path):
         assert loader.state.drawn[0] == pytest.approx(0.75 * taken, abs=1)
 
 
-def test_changed_weights_count_from_the_resume_on(tmp_path):
+def test_changed_weights_count_from_the_resume_on(tmp_path: Path) -> None:
     base = config_at(tmp_path)
     write_tokens(tmp_path / "other.bin", 900, seed=1)
 
@@ -100,7 +101,7 @@ def test_changed_weights_count_from_the_resume_on(tmp_path):
             for name, weight in zip(names, weights, strict=True)
         ]
         data = base.data.model_copy(update={"sources": sources})
-        return DataLoader(base.model_copy(update={"data": data}))
+        return loader_of(base.model_copy(update={"data": data}))
 
     first = mixed(1.0, 1.0)
     for _ in range(10):
@@ -109,11 +110,28 @@ def test_changed_weights_count_from_the_resume_on(tmp_path):
     resumed.load_state(first.state)
     for _ in range(10):
         resumed.next_window()
-    assert first.state.drawn == [80, 80]
-    assert resumed.state.drawn == [80 + 40, 80 + 120]
+    assert (first.state.sequences, first.state.drawn) == (160, [80, 80])
+    assert (first.state.since_sequences, first.state.since_drawn) == (0, [0, 0])
+    assert (resumed.state.since_sequences, resumed.state.since_drawn) == (160, [80, 80])
+    assert (resumed.state.sequences, resumed.state.drawn) == (320, [120, 200])
 
 
-def test_document_masking_ignores_labels_that_cross():
+def test_sources_take_turns_by_their_shares(tmp_path: Path) -> None:
+    """The example of [Note: mixture]: weights 3 and 1 begin with sources 0, 0, 1, 0."""
+    base = config_at(tmp_path, "train.global_batch_tokens=16", "train.micro_batch_tokens=16")
+    path = str(tmp_path / "tokens.bin")
+    sources = [DataSource(path=path, dtype="uint16", weight=weight) for weight in (3.0, 1.0)]
+    data = base.data.model_copy(update={"sources": sources})
+    loader = loader_of(base.model_copy(update={"data": data}))
+    drawn = []
+    for _ in range(8):
+        loader.next_window()
+        drawn.append(tuple(loader.state.drawn))
+    assert drawn == [(1, 0), (2, 0), (2, 1), (3, 1), (4, 1), (5, 1), (5, 2), (6, 2)]
+
+
+def test_document_masking_ignores_labels_that_cross() -> None:
+    """Ends of documents have the id 0."""
     batch = make_microbatch([np.array([5, 6, 0, 7, 8, 0, 9])], [0])
     assert batch.tokens_BS.tolist() == [[5, 6, 0, 7, 8, 0]]
     assert batch.labels_BS.tolist() == [[6, 0, IGNORE_INDEX, 8, 0, IGNORE_INDEX]]
@@ -123,8 +141,10 @@ def test_document_masking_ignores_labels_that_cross():
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_validation_counts_each_sequence_once_with_equal_forwards(tmp_path, world_size):
-    (validation,) = open_validation(config_at(tmp_path))
+def test_validation_counts_each_sequence_once_with_equal_forwards(
+    tmp_path: Path, world_size: int
+) -> None:
+    (validation,) = validation_of(config_at(tmp_path))
     assert validation.num_sequences == 20
     parts = [list(validation.batches(rank, world_size)) for rank in range(world_size)]
     assert len({len(part) for part in parts}) == 1
@@ -140,7 +160,7 @@ def test_validation_counts_each_sequence_once_with_equal_forwards(tmp_path, worl
     assert len(labelled) == len(set(labelled)) == 20
 
 
-def test_a_micro_batch_moves_to_a_device():
+def test_a_micro_batch_moves_to_a_device() -> None:
     batch = make_microbatch([np.arange(5)], [3]).to(torch.device("meta"))
     assert batch.tokens_BS.is_meta
     assert batch.documents_BS is not None

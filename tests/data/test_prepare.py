@@ -1,10 +1,11 @@
-"""From text to token files: every kind of source, every kind of mistake. Runs in CI."""
+"""From text to token files: every kind of source, every kind of mistake."""
 
 import gzip
 import hashlib
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from olmo_shard.data.prepare import narrowest_type
 from olmo_shard.data.prepare import prepare as run_prepare
 from olmo_shard.data.token_file import find_token_files
 from olmo_shard.errors import DataError
+from tests.support.commands import Main
 from tests.support.prepare import found, options, prepare, printed
 
 
@@ -45,7 +47,7 @@ def texts(tmp_path: Path) -> Path:
     return folder
 
 
-def test_prepare_round_trips_every_kind_of_source(tmp_path, texts):
+def test_prepare_round_trips_every_kind_of_source(tmp_path: Path, texts: Path) -> None:
     files = found(texts)
     documents = [text for file in files for text in file.documents(Report())]
     assert len(documents) == 6 + 4 + 3 + 4
@@ -67,14 +69,14 @@ def test_prepare_round_trips_every_kind_of_source(tmp_path, texts):
     assert decoded["train"] == [d for i, d in enumerate(documents) if i % 4 != 3]
 
 
-def test_a_given_tokenizer_gives_the_same_files(tmp_path, texts):
+def test_a_given_tokenizer_gives_the_same_files(tmp_path: Path, texts: Path) -> None:
     files = found(texts)
     first = prepare(files, options(tmp_path))
     given = options(tmp_path, out=tmp_path / "again", tokenizer=tmp_path / "out" / "tokenizer.json")
     assert prepare(files, given) == first
 
 
-def test_the_name_of_the_end_token_inside_a_text_does_not_end_a_document(tmp_path):
+def test_the_name_of_the_end_token_inside_a_text_does_not_end_a_document(tmp_path: Path) -> None:
     source = tmp_path / "a.txt"
     source.write_text("before <|endoftext|> after " * 50)
     meta = prepare(
@@ -85,7 +87,7 @@ def test_the_name_of_the_end_token_inside_a_text_does_not_end_a_document(tmp_pat
     assert (ids == meta.eos_id).sum() == 1
 
 
-def test_prepared_files_that_were_changed_are_refused(tmp_path, texts):
+def test_prepared_files_that_were_changed_are_refused(tmp_path: Path, texts: Path) -> None:
     prepare(found(texts), options(tmp_path))
     source = DataSource(path=str(tmp_path / "out"))
     (file,) = find_token_files(source)
@@ -113,7 +115,9 @@ def test_prepared_files_that_were_changed_are_refused(tmp_path, texts):
         ('{"text": "a"}\n{bad', "a.ndjson", r"line 2: not valid JSON.*--skip-bad leaves bad input"),
     ],
 )
-def test_a_bad_document_is_named_by_file_and_line(tmp_path, content, name, message):
+def test_a_bad_document_is_named_by_file_and_line(
+    tmp_path: Path, content: str, name: str, message: str
+) -> None:
     path = tmp_path / name
     path.write_text(content)
     with pytest.raises(DataError, match=message):
@@ -134,12 +138,14 @@ def test_a_bad_document_is_named_by_file_and_line(tmp_path, content, name, messa
         ({"out": Path("/proc/x/y")}, r"--out /proc/x/y cannot be written"),
     ],
 )
-def test_wrong_options_of_prepare(tmp_path, texts, changes, message):
+def test_wrong_options_of_prepare(
+    tmp_path: Path, texts: Path, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(DataError, match=message):
         prepare(found(texts), options(tmp_path, **changes))
 
 
-def test_prepare_does_not_overwrite(tmp_path, texts):
+def test_prepare_does_not_overwrite(tmp_path: Path, texts: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(DataError, match=r"exists already"):
         prepare(found(texts), options(tmp_path))
@@ -150,13 +156,15 @@ def test_prepare_does_not_overwrite(tmp_path, texts):
 
 
 @pytest.mark.parametrize(("fraction", "held_out"), [(0.0, 0), (0.3, 5), (0.4, 6), (0.5, 8)])
-def test_the_held_out_share_is_what_was_asked_for(tmp_path, texts, fraction, held_out):
+def test_the_held_out_share_is_what_was_asked_for(
+    tmp_path: Path, texts: Path, fraction: float, held_out: int
+) -> None:
     files = found(texts)
     meta = prepare(files, options(tmp_path, validation_fraction=fraction))
     assert meta.documents == {"train": 17 - held_out, "validation": held_out}
 
 
-def test_nothing_to_train_on_is_an_error(tmp_path, texts):
+def test_nothing_to_train_on_is_an_error(tmp_path: Path, texts: Path) -> None:
     prepare(found(texts), options(tmp_path))
     (tmp_path / "empty.txt").write_text("")
     given = options(tmp_path, out=tmp_path / "b", tokenizer=tmp_path / "out" / "tokenizer.json")
@@ -177,19 +185,21 @@ def test_nothing_to_train_on_is_an_error(tmp_path, texts):
         ({"more": 1}, r"more Extra inputs are not permitted"),
     ],
 )
-def test_a_wrong_meta_is_named_by_its_field(tmp_path, texts, change, message):
+def test_a_wrong_meta_is_named_by_its_field(
+    tmp_path: Path, texts: Path, change: dict[str, Any], message: str
+) -> None:
     meta = prepare(found(texts), options(tmp_path))
     (tmp_path / "out" / "meta.json").write_text(json.dumps(meta.model_dump() | change))
     with pytest.raises(DataError, match=message):
         read_meta(tmp_path / "out")
 
 
-def test_narrowest_types_at_their_borders():
+def test_narrowest_types_at_their_borders() -> None:
     sizes = {256: "uint8", 257: "uint16", 65536: "uint16", 65537: "uint32"}
     assert {size: narrowest_type(size) for size in sizes} == sizes
 
 
-def test_the_standard_library_is_real_text():
+def test_the_standard_library_is_real_text() -> None:
     files = standard_library_files()
     assert sum(file.size for file in files) > 8_000_000
     assert not any("/test/" in str(file.path) for file in files)
@@ -207,7 +217,7 @@ def documents_of(out: Path, split: Split) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 49])
-def test_few_documents_still_give_one_for_validation(tmp_path, size):
+def test_few_documents_still_give_one_for_validation(tmp_path: Path, size: int) -> None:
     texts = [f"document {i} " * 3 for i in range(size)]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     chosen = options(tmp_path, validation_fraction=0.02, bpe_vocab_size=260)
@@ -219,7 +229,9 @@ def test_few_documents_still_give_one_for_validation(tmp_path, size):
     assert (f"the last of {size} documents, as 0.02 of them is none" in line) == (size > 1)
 
 
-def test_a_long_document_that_is_held_out_last_is_moved_whole(tmp_path, monkeypatch):
+def test_a_long_document_that_is_held_out_last_is_moved_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cuts, "PIECE", 40)
     texts = ["short and sweet", "a long text of many pieces. " * 200]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
@@ -229,7 +241,7 @@ def test_a_long_document_that_is_held_out_last_is_moved_whole(tmp_path, monkeypa
     assert documents_of(tmp_path / "out", "validation") == texts[1:]
 
 
-def test_the_summary_counts_each_input_once(tmp_path, texts):
+def test_the_summary_counts_each_input_once(tmp_path: Path, texts: Path) -> None:
     (texts / "z.jsonl").write_text('{"text": ""}\n{"text": "end"}\n')
     files = find_files([str(texts)], "text", report := Report())
     with io.StringIO() as stream:
@@ -240,7 +252,9 @@ def test_the_summary_counts_each_input_once(tmp_path, texts):
         ]
 
 
-def test_the_command_skips_bad_input_reads_nested_fields_and_adds_an_end_token(tmp_path, main):
+def test_the_command_skips_bad_input_reads_nested_fields_and_adds_an_end_token(
+    tmp_path: Path, main: Main
+) -> None:
     lines = [json.dumps({"meta": {"text": f"document {i} " * 9}}) for i in range(5)]
     (tmp_path / "a.json").write_text("\n".join([*lines, "{bad", "[]"]))
     shared = ["prepare", tmp_path / "a.json", "--text-field", "meta.text", "--train-bpe", "270"]

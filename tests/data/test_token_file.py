@@ -1,4 +1,4 @@
-"""Token files that cannot be used are named, with their reasons. Runs in CI."""
+"""Token files that cannot be used are named, with their reasons."""
 
 import re
 from pathlib import Path
@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from olmo_shard.config import DataSource
-from olmo_shard.data.loader import DataLoader
+from olmo_shard.data.scan import scan
 from olmo_shard.data.token_file import TokenFile
 from olmo_shard.errors import DataError
-from olmo_shard.train.preflight import preflight, scan
-from tests.support.configs import VOCAB, config_at, write_tokens
+from olmo_shard.train.checks import PlannedRun, run_checks
+from tests.support.configs import VOCAB, config_at, loader_of, write_tokens
 
 
-def test_every_bad_file_is_named_with_its_reason(tmp_path):
+def test_every_bad_file_is_named_with_its_reason(tmp_path: Path) -> None:
     good = write_tokens(tmp_path / "good.bin")
     bad = {
         "empty.bin": (b"", r"empty\.bin: empty \(0 bytes\)"),
@@ -32,7 +32,7 @@ def test_every_bad_file_is_named_with_its_reason(tmp_path):
     config = config_at(tmp_path)
     data = config.data.model_copy(update={"sources": [DataSource(path=paths, dtype="uint16")]})
     with pytest.raises(DataError) as caught:
-        preflight(config.model_copy(update={"data": data}), 1)
+        run_checks(PlannedRun(config.model_copy(update={"data": data}), 1), "every rank")
     for _, reason in bad.values():
         assert re.search(reason, str(caught.value)), reason
     assert "good.bin" not in str(caught.value)
@@ -53,28 +53,28 @@ def test_every_bad_file_is_named_with_its_reason(tmp_path):
         ),
     ],
 )
-def test_a_source_that_cannot_be_used(tmp_path, override, message):
+def test_a_source_that_cannot_be_used(tmp_path: Path, override: str, message: str) -> None:
     config = config_at(tmp_path, override)
     with pytest.raises(DataError, match=message):
-        scan(preflight(config, 1), config.model.vocab_size)
+        run_checks(PlannedRun(config, 1), "check")
 
 
-def test_an_id_outside_the_vocabulary_is_found_by_scan_and_by_reading(tmp_path):
+def test_an_id_outside_the_vocabulary_is_found_by_scan_and_by_reading(tmp_path: Path) -> None:
     config = config_at(tmp_path)
     ids = np.fromfile(tmp_path / "tokens.bin", dtype=np.uint16)
     ids[1000] = VOCAB
     ids.tofile(tmp_path / "tokens.bin")
     message = rf"tokens\.bin: id {VOCAB} at offset 1000 is outside the vocabulary of {VOCAB} ids"
     with pytest.raises(DataError, match=message):
-        scan(preflight(config, 1), config.model.vocab_size)
+        run_checks(PlannedRun(config, 1), "check")
     with pytest.raises(DataError, match=message):
-        DataLoader(config).sources[0].read(1000 // 16)
+        loader_of(config).sources[0].read(1000 // 16)
 
 
-def test_masking_needs_to_know_the_end_of_a_document(tmp_path):
+def test_masking_needs_to_know_the_end_of_a_document(tmp_path: Path) -> None:
     config = config_at(tmp_path, "data.document_masking=true", "data.sources.0.eos_id=null")
     with pytest.raises(DataError, match=r"document_masking needs the source's eos_id"):
-        DataLoader(config)
+        loader_of(config)
 
 
 def test_a_file_named_as_prepared_and_as_raw_is_still_verified(tmp_path: Path) -> None:

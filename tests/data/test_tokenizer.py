@@ -1,7 +1,8 @@
-"""Settings of a tokenizer.json that change ids are off; end tokens are special. Runs in CI."""
+"""Settings of a tokenizer.json that change ids are off; end tokens are special."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,7 +54,9 @@ def switch_on(path: Path, setting: str) -> None:
         ("dropout", "dropout (0.5)"),
     ],
 )
-def test_stored_settings_change_no_id_and_are_not_written(tmp_path, trained, source, setting, said):
+def test_stored_settings_change_no_id_and_are_not_written(
+    tmp_path: Path, trained: Path, source: Path, setting: str, said: str
+) -> None:
     plain = np.fromfile(trained.parent / "train.bin", dtype=np.uint16)
     switch_on(trained, setting)
     stored = Tokenizer.from_file(str(trained)).encode(TEXT, add_special_tokens=False).ids
@@ -69,7 +72,7 @@ def test_stored_settings_change_no_id_and_are_not_written(tmp_path, trained, sou
     assert line.endswith(f": {said}")
 
 
-def test_a_plain_tokenizer_is_written_as_given(tmp_path, trained, source):
+def test_a_plain_tokenizer_is_written_as_given(tmp_path: Path, trained: Path, source: Path) -> None:
     tokenizer = Tokenizer.from_file(str(trained))
     tokenizer.post_processor = processors.ByteLevel()
     tokenizer.save(str(trained))
@@ -81,13 +84,13 @@ def test_a_plain_tokenizer_is_written_as_given(tmp_path, trained, source):
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"model": 3}', "\xff", "[" * 100_000])
-def test_a_file_that_is_no_tokenizer_is_named(tmp_path, content):
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "t.json").write_bytes(content.encode("latin-1"))
     with pytest.raises(DataError, match=r"--tokenizer \S+t\.json: not a tokenizer\.json"):
         load_tokenizer(tmp_path / "t.json", print)
 
 
-def without_eos(path: Path, **added) -> None:
+def without_eos(path: Path, **added: Any) -> None:
     """Take the special token out of a tokenizer.json, or change it."""
     settings = json.loads(path.read_text())
     settings["added_tokens"] = [settings["added_tokens"][0] | added] if added else []
@@ -97,7 +100,9 @@ def without_eos(path: Path, **added) -> None:
     path.write_text(json.dumps(settings))
 
 
-def test_a_tokenizer_without_an_end_token_gets_one(tmp_path, trained, source):
+def test_a_tokenizer_without_an_end_token_gets_one(
+    tmp_path: Path, trained: Path, source: Path
+) -> None:
     without_eos(trained)
     with pytest.raises(DataError, match=r"it has none; or add one with --add-eos"):
         prepare(found(source), options(tmp_path, tokenizer=trained))
@@ -115,7 +120,9 @@ def test_a_tokenizer_without_an_end_token_gets_one(tmp_path, trained, source):
         assert written.decode(ids.tolist()) == TEXT
 
 
-def test_a_token_that_text_can_hold_is_no_end_token(tmp_path, trained, source):
+def test_a_token_that_text_can_hold_is_no_end_token(
+    tmp_path: Path, trained: Path, source: Path
+) -> None:
     """An added token that is not special is found inside of texts, where a document would end."""
     without_eos(trained, special=False)
     with pytest.raises(DataError, match=r"no special token <\|endoftext\|>"):
@@ -124,7 +131,7 @@ def test_a_token_that_text_can_hold_is_no_end_token(tmp_path, trained, source):
         prepare(found(source), options(tmp_path, tokenizer=trained, add_eos=True))
 
 
-def test_an_end_token_is_not_added_twice_nor_over_another_id():
+def test_an_end_token_is_not_added_twice_nor_over_another_id() -> None:
     tokenizer = new_byte_level()
     add_eos(tokenizer, "<end>")
     assert eos_id(tokenizer, "<end>") == 0

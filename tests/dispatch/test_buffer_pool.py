@@ -1,4 +1,4 @@
-"""Memory that is used again: never under a tensor in use, no more than is in use. Runs in CI."""
+"""Memory that is used again: never under a tensor in use, no more than is in use."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ def resident() -> int:
     return int(line.split()[1]) * 1024
 
 
-def test_memory_comes_back_once_nothing_refers_to_it():
+def test_memory_comes_back_once_nothing_refers_to_it() -> None:
     buffers = BufferPool(1000)
     first = buffers.empty((3, 5), torch.float32)
     first.fill_(1)
@@ -30,7 +30,7 @@ def test_memory_comes_back_once_nothing_refers_to_it():
     assert buffers.empty((7, 2), torch.bfloat16).data_ptr() == place
 
 
-def test_what_backward_keeps_is_in_use():
+def test_what_backward_keeps_is_in_use() -> None:
     buffers = BufferPool(1000)
     weight = torch.ones(5, requires_grad=True)
     rows = buffers.empty((3, 5), torch.float32)
@@ -44,13 +44,13 @@ def test_what_backward_keeps_is_in_use():
     del out
 
 
-def test_no_elements():
+def test_no_elements() -> None:
     buffers = BufferPool(0)
     assert buffers.empty((0, 5), torch.float32).shape == (0, 5)
     assert BufferPool(1000).empty((0, 5), torch.bfloat16).shape == (0, 5)
 
 
-def test_a_buffer_does_not_keep_what_its_largest_tensor_had():
+def test_a_buffer_does_not_keep_what_its_largest_tensor_had() -> None:
     """Eight layers, one of them hot, in each step another one: 64 MiB, and 1 MiB for the others."""
     buffers = BufferPool(64 * MIB)
     before = resident()
@@ -61,7 +61,7 @@ def test_a_buffer_does_not_keep_what_its_largest_tensor_had():
         del rows
 
 
-def test_a_child_process_writes_into_its_own_copy():
+def test_a_child_process_writes_into_its_own_copy() -> None:
     memory = BufferPool(10)
     memory.empty((3,), torch.uint8)
     assert "/dev/zero" not in Path("/proc/self/maps").read_text(), "anonymous memory is private"

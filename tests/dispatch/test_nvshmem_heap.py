@@ -1,5 +1,5 @@
 """The heap over NVSHMEM, against a stub of nvshmem4py: what is called, in which order, on two
-ranks, and what is left when something fails. Runs in CI; what NVSHMEM itself does needs GPUs.
+ranks, and what is left when something fails. what NVSHMEM itself does needs GPUs.
 """
 
 import re
@@ -24,7 +24,7 @@ from tests.support.nvshmem_stub import (
     NvshmemInvalid,
     installed,
 )
-from tests.support.ranks import mesh_of
+from tests.support.ranks import StartRanks, mesh_of
 
 ARENA_BYTES, NUM_FLAGS = 1000, 3
 FLAGS_AT = 1024
@@ -66,7 +66,7 @@ def made_case(rank: Runtime) -> None:
         stub.log.clear()
 
 
-def test_memory_is_zero_everywhere_before_anyone_gets_an_address(ranks):
+def test_memory_is_zero_everywhere_before_anyone_gets_an_address(ranks: StartRanks) -> None:
     ranks(2).run(made_case)
 
 
@@ -88,11 +88,11 @@ def layout_case(rank: Runtime) -> None:
         assert heap.pes is not None
         assert (heap.pes.dtype, heap.arena_ptrs.dtype) == (torch.int32, torch.int64)
         assert heap.flag_ptrs.dtype == torch.int64
-        assert (heap.far, heap.staging) == ((), None)
+        assert (heap.remote_ranks, heap.staging) == ((), None)
         assert str(heap.bitcode).endswith("nvidia/nvshmem/lib/libnvshmem_device.bc")
 
 
-def test_arena_and_flags_lie_in_one_allocation_with_the_peers_addresses(ranks):
+def test_arena_and_flags_lie_in_one_allocation_with_the_peers_addresses(ranks: StartRanks) -> None:
     ranks(2).run(layout_case)
 
 
@@ -102,17 +102,17 @@ def permuted_case(rank: Runtime) -> None:
         assert heap.pes.tolist() == [1, 0]
         assert [step for step in stub.log if "ptr" in step] == ["ptr 1", "ptr 0"]
         assert heap.arena_ptrs[rank.rank] == heap.arena.data_ptr()
-        assert heap.far == ()
+        assert heap.remote_ranks == ()
 
 
-def test_each_ranks_pe_is_the_one_that_nvshmem_gave_it(ranks):
+def test_each_ranks_pe_is_the_one_that_nvshmem_gave_it(ranks: StartRanks) -> None:
     ranks(2).run(permuted_case)
 
 
 def far_case(rank: Runtime) -> None:
     """Rank 1 cannot reach rank 0, which can reach it."""
     with heap_on(rank, [0, 1], far={1: {0}}) as (heap, stub):
-        assert heap.far == ((), (0,))[rank.rank]
+        assert heap.remote_ranks == ((), (0,))[rank.rank]
         if rank.rank == 1:
             assert heap.arena_ptrs[0] == heap.flag_ptrs[0] == 0
             assert heap.flag_ptrs[1] == heap.flags.data_ptr()
@@ -126,7 +126,7 @@ def far_case(rank: Runtime) -> None:
         assert freed == [f"free {ARENA_BYTES}", f"free {FLAGS_AT + 8 * NUM_FLAGS}"]
 
 
-def test_a_far_peer_gives_every_rank_a_staging_area(ranks):
+def test_a_far_peer_gives_every_rank_a_staging_area(ranks: StartRanks) -> None:
     ranks(2).run(far_case)
 
 
@@ -150,7 +150,7 @@ def close_case(rank: Runtime) -> None:
     dist.destroy_process_group(group)
 
 
-def test_closing_waits_frees_and_finalises_once_while_the_group_is_there(ranks):
+def test_closing_waits_frees_and_finalises_once_while_the_group_is_there(ranks: StartRanks) -> None:
     ranks(2).run(close_case)
 
 
@@ -198,7 +198,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_missing_on_one_rank_is_said_on_all_and_nothing_was_started(ranks, case):
+def test_what_is_missing_on_one_rank_is_said_on_all_and_nothing_was_started(
+    ranks: StartRanks, case: str
+) -> None:
     on, change, packages, message = REFUSED[case]
     for found, log in ranks(2).run(refused_case, on, change, packages):
         assert re.search(f"{message}.*{re.escape(WAY_OUT)}$", found), found
@@ -226,7 +228,9 @@ LATER = {
 
 
 @pytest.mark.parametrize("case", LATER)
-def test_what_fails_once_nvshmem_is_up_takes_it_down_on_all_ranks(ranks, case):
+def test_what_fails_once_nvshmem_is_up_takes_it_down_on_all_ranks(
+    ranks: StartRanks, case: str
+) -> None:
     on, change, message = LATER[case]
     for found, log in ranks(2).run(refused_case, on, change, BOTH):
         assert re.search(f"{message}.*{re.escape(WAY_OUT)}$", found), found
@@ -249,13 +253,13 @@ def staging_case(rank: Runtime) -> tuple[str, list[str]]:
     return str(raised.value), stub.log
 
 
-def test_without_room_for_staging_the_arena_is_freed_on_all_ranks(ranks):
+def test_without_room_for_staging_the_arena_is_freed_on_all_ranks(ranks: StartRanks) -> None:
     for found, log in ranks(2).run(staging_case):
         assert re.match(r"rank 1: NVSHMEM needs 1,000 bytes .* on cpu:0, 999 bytes", found)
         assert log[-3:] == [f"free {FLAGS_AT + 8 * NUM_FLAGS}", "unhook", "finalize"]
 
 
-def test_a_package_that_cannot_be_imported_is_an_error(monkeypatch):
+def test_a_package_that_cannot_be_imported_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     stub = Nvshmem(0, [0], {0})
     with installed(stub):
         assert nvshmem._ready(CPU)[1].endswith("libnvshmem_device.bc")
@@ -265,7 +269,7 @@ def test_a_package_that_cannot_be_imported_is_an_error(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [NvshmemError, NvshmemInvalid, BindingsError, RuntimeError])
-def test_what_nvshmem_and_cuda_raise_is_explained_and_nothing_else(kind):
+def test_what_nvshmem_and_cuda_raise_is_explained_and_nothing_else(kind: type[Exception]) -> None:
     stub = Nvshmem(0, [0], {0})
     with installed(stub):
         used, _ = nvshmem._ready(CPU)
@@ -276,7 +280,7 @@ def test_what_nvshmem_and_cuda_raise_is_explained_and_nothing_else(kind):
             raise KeyError("a bug")
 
 
-def test_what_is_unsupported_is_known_before_anything_is_allocated():
+def test_what_is_unsupported_is_known_before_anything_is_allocated() -> None:
     gpu = torch.device("cuda", 0)
     stub = Nvshmem(0, [0], {0})
     assert unsupported(CPU) == "NVSHMEM is for GPUs, this is a run on cpu"

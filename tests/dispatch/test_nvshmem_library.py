@@ -1,4 +1,4 @@
-"""Where NVSHMEM's host library and bitcode are looked for, on made-up installations. Runs in CI."""
+"""Where NVSHMEM's host library and bitcode are looked for, on made-up installations."""
 
 from importlib import metadata
 from pathlib import Path
@@ -51,7 +51,7 @@ def host_library_in(site: Path) -> Path:
     return folder
 
 
-def test_the_single_bitcode_serves_every_gpu(tmp_path):
+def test_the_single_bitcode_serves_every_gpu(tmp_path: Path) -> None:
     bitcode_in(tmp_path, single=True)
     for capability in [(7, 0), (8, 6), (9, 0), (12, 1)]:
         assert find_bitcode(tmp_path, capability) == tmp_path / "libnvshmem_device.bc"
@@ -62,18 +62,22 @@ def test_the_single_bitcode_serves_every_gpu(tmp_path):
     [((7, 5), 75), ((8, 0), 80), ((8, 6), 80), ((8, 9), 89), ((9, 0), 90), ((10, 3), 100)],
 )
 @pytest.mark.parametrize("single", [False, True])
-def test_the_nearest_lower_arch_of_the_family_is_taken(tmp_path, capability, arch, single):
+def test_the_nearest_lower_arch_of_the_family_is_taken(
+    tmp_path: Path, capability: tuple[int, int], arch: int, single: bool
+) -> None:
     bitcode_in(tmp_path, *FAMILIES, single=single)
     assert find_bitcode(tmp_path, capability).name == f"libnvshmem_device_sm_{arch}.bc"
 
 
-def test_the_single_bitcode_comes_after_the_familys(tmp_path):
+def test_the_single_bitcode_comes_after_the_familys(tmp_path: Path) -> None:
     bitcode_in(tmp_path, 80, 90, single=True)
     assert find_bitcode(tmp_path, (12, 0)).name == "libnvshmem_device.bc"
 
 
 @pytest.mark.parametrize("capability", [(7, 0), (8, 7), (12, 0)])
-def test_a_higher_arch_or_another_family_is_refused(tmp_path, capability):
+def test_a_higher_arch_or_another_family_is_refused(
+    tmp_path: Path, capability: tuple[int, int]
+) -> None:
     bitcode_in(tmp_path, 75, 89, 90, 100)
     arch = f"{capability[0]}{capability[1]}"
     here = r"libnvshmem_device_sm_100\.bc, libnvshmem_device_sm_75\.bc, .*sm_89\.bc, .*sm_90\.bc"
@@ -82,7 +86,7 @@ def test_a_higher_arch_or_another_family_is_refused(tmp_path, capability):
         find_bitcode(tmp_path, capability)
 
 
-def test_a_folder_without_bitcode_is_named_with_what_was_looked_for(tmp_path):
+def test_a_folder_without_bitcode_is_named_with_what_was_looked_for(tmp_path: Path) -> None:
     looked_for = r"libnvshmem_device_sm_81\.bc, libnvshmem_device_sm_80\.bc, libnvshmem_device\.bc"
     message = rf"^{tmp_path} holds no NVSHMEM bitcode \({looked_for}\){WAY_OUT}"
     with pytest.raises(HeapError, match=message):
@@ -90,14 +94,14 @@ def test_a_folder_without_bitcode_is_named_with_what_was_looked_for(tmp_path):
 
 
 @pytest.mark.parametrize(("cuda", "major"), [("13.0", "13"), ("12.8", "12")])
-def test_the_wheel_for_torchs_cuda_is_found(site, cuda, major):
+def test_the_wheel_for_torchs_cuda_is_found(site: Path, cuda: str, major: str) -> None:
     folder = host_library_in(site)
     install(site, f"nvidia-nvshmem-cu{major}", "3.4.5")
     install(site, f"nvshmem4py-cu{major}", "0.4.1")
     assert installed_library(cuda) == (folder, f"nvidia-nvshmem-cu{major}", "3.4.5")
 
 
-def test_a_torch_without_cuda_is_refused(site):
+def test_a_torch_without_cuda_is_refused(site: Path) -> None:
     host_library_in(site)
     with pytest.raises(HeapError, match=f"^NVSHMEM needs a torch built with CUDA.*{WAY_OUT}"):
         installed_library(None)
@@ -122,7 +126,7 @@ MISSING = {
 
 
 @pytest.mark.parametrize("case", MISSING)
-def test_what_is_not_installed_is_named_with_the_command(site, case):
+def test_what_is_not_installed_is_named_with_the_command(site: Path, case: str) -> None:
     packages, message = MISSING[case]
     host_library_in(site)
     for package in packages:
@@ -132,13 +136,13 @@ def test_what_is_not_installed_is_named_with_the_command(site, case):
         installed_library("13.0")
 
 
-def test_the_command_for_cuda_12_names_the_packages(site):
+def test_the_command_for_cuda_12_names_the_packages(site: Path) -> None:
     command = "pip install nvidia-nvshmem-cu12 nvshmem4py-cu12"
     with pytest.raises(HeapError, match=f": {command}{WAY_OUT}"):
         installed_library("12.8")
 
 
-def test_a_wheel_without_its_host_library_is_refused(site):
+def test_a_wheel_without_its_host_library_is_refused(site: Path) -> None:
     (host_library_in(site) / "libnvshmem_host.so.3").unlink()
     install(site, "nvidia-nvshmem-cu13", "3.4.5")
     install(site, "nvshmem4py-cu13", "0.4.1")
@@ -150,12 +154,12 @@ def test_a_wheel_without_its_host_library_is_refused(site):
 @pytest.mark.parametrize(
     ("wheel", "loaded"), [("3.4.5", "3.4.5"), ("3.4.5.post1", "3.4.5"), ("3.04.5", "3.4.5")]
 )
-def test_a_host_library_of_the_wheels_version_is_right(wheel, loaded):
+def test_a_host_library_of_the_wheels_version_is_right(wheel: str, loaded: str) -> None:
     check_host_library(NvshmemLibrary(Path("/lib"), "nvidia-nvshmem-cu13", wheel), loaded)
 
 
 @pytest.mark.parametrize("loaded", ["3.4.4", "3.5.5", "2.4.5", "3.4"])
-def test_another_host_library_is_refused_by_both_versions(loaded):
+def test_another_host_library_is_refused_by_both_versions(loaded: str) -> None:
     library = NvshmemLibrary(Path("/lib"), "nvidia-nvshmem-cu13", "3.4.5")
     message = (
         rf"^the host library of NVSHMEM in this process is {loaded}, the bitcode is of "

@@ -1,5 +1,5 @@
 """Modules that Triton loads are initialised for NVSHMEM, once: Triton's own chain of hooks, and its
-loading of a compiled kernel, with a driver and an NVSHMEM that are made up. Runs in CI.
+loading of a compiled kernel, with a driver and an NVSHMEM that are made up.
 """
 
 import importlib
@@ -62,7 +62,9 @@ def unload(module: object, files: dict[str, str]) -> None:
     getattr(knobs.runtime, "kernel_unload_hook")(module, 7, "kernel", files, "0123abc")  # noqa: B009
 
 
-def test_a_module_is_initialised_once_and_only_if_it_holds_the_state(nvshmem, tmp_path):
+def test_a_module_is_initialised_once_and_only_if_it_holds_the_state(
+    nvshmem: Nvshmem, tmp_path: Path
+) -> None:
     hook = ModuleHook(nvshmem.init, nvshmem.finalize)
     with_state, without = group(tmp_path, "push", STATE), group(tmp_path, "add", "ret;")
     load(1, with_state)
@@ -74,7 +76,9 @@ def test_a_module_is_initialised_once_and_only_if_it_holds_the_state(nvshmem, tm
     hook.close()
 
 
-def test_closing_finalises_what_is_loaded_and_hears_of_no_more(nvshmem, tmp_path):
+def test_closing_finalises_what_is_loaded_and_hears_of_no_more(
+    nvshmem: Nvshmem, tmp_path: Path
+) -> None:
     hook = ModuleHook(nvshmem.init, nvshmem.finalize)
     files = group(tmp_path, "push", STATE)
     load(1, files)
@@ -86,7 +90,7 @@ def test_closing_finalises_what_is_loaded_and_hears_of_no_more(nvshmem, tmp_path
     assert len(nvshmem.calls) == 4
 
 
-def test_a_handle_that_was_unloaded_is_a_new_module(nvshmem, tmp_path):
+def test_a_handle_that_was_unloaded_is_a_new_module(nvshmem: Nvshmem, tmp_path: Path) -> None:
     hook = ModuleHook(nvshmem.init, nvshmem.finalize)
     files = group(tmp_path, "push", STATE)
     load(1, files)
@@ -98,7 +102,9 @@ def test_a_handle_that_was_unloaded_is_a_new_module(nvshmem, tmp_path):
     assert nvshmem.calls[3:] == [("finalize", 1)]
 
 
-def test_a_triton_that_does_not_unload_has_no_chain_for_it(nvshmem, tmp_path, monkeypatch):
+def test_a_triton_that_does_not_unload_has_no_chain_for_it(
+    nvshmem: Nvshmem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(knobs.runtime, "kernel_unload_hook", None, raising=False)
     hook = ModuleHook(nvshmem.init, nvshmem.finalize)
     load(1, group(tmp_path, "push", STATE))
@@ -108,7 +114,7 @@ def test_a_triton_that_does_not_unload_has_no_chain_for_it(nvshmem, tmp_path, mo
     monkeypatch.setattr(knobs.runtime, "kernel_unload_hook", HookChain(), raising=False)
 
 
-def test_where_the_cache_keeps_no_text_the_binary_tells(nvshmem, tmp_path):
+def test_where_the_cache_keeps_no_text_the_binary_tells(nvshmem: Nvshmem, tmp_path: Path) -> None:
     hook = ModuleHook(nvshmem.init, nvshmem.finalize)
     load(1, group(tmp_path, "push", f"\x7fELF\0{STATE}", suffix=".cubin"))
     load(2, group(tmp_path, "add", "\x7fELF", suffix=".cubin"))
@@ -116,7 +122,9 @@ def test_where_the_cache_keeps_no_text_the_binary_tells(nvshmem, tmp_path):
     hook.close()
 
 
-def test_a_refused_module_ends_the_launch_and_counts_as_not_initialised(nvshmem, tmp_path):
+def test_a_refused_module_ends_the_launch_and_counts_as_not_initialised(
+    nvshmem: Nvshmem, tmp_path: Path
+) -> None:
     hook = ModuleHook(nvshmem.init, nvshmem.finalize)
     files = group(tmp_path, "push", STATE)
     nvshmem.status = 7
@@ -128,7 +136,7 @@ def test_a_refused_module_ends_the_launch_and_counts_as_not_initialised(nvshmem,
     hook.close()
 
 
-def test_what_init_raises_ends_the_launch(nvshmem, tmp_path):
+def test_what_init_raises_ends_the_launch(nvshmem: Nvshmem, tmp_path: Path) -> None:
     def broken(module: int) -> int:
         raise RuntimeError(f"no symbol for {module}")
 
@@ -140,7 +148,7 @@ def test_what_init_raises_ends_the_launch(nvshmem, tmp_path):
     hook.close()
 
 
-def test_a_module_that_is_not_let_go_is_an_error(nvshmem, tmp_path):
+def test_a_module_that_is_not_let_go_is_an_error(nvshmem: Nvshmem, tmp_path: Path) -> None:
     hook = ModuleHook(nvshmem.init, nvshmem.finalize)
     load(1, group(tmp_path, "push", STATE))
     nvshmem.status = 3
@@ -165,7 +173,9 @@ class Driver:
         return 100 + self.loaded, 7, 32, 0, 1024
 
 
-def test_triton_itself_calls_the_hook_when_it_loads_a_kernel(nvshmem, tmp_path, monkeypatch):
+def test_triton_itself_calls_the_hook_when_it_loads_a_kernel(
+    nvshmem: Nvshmem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once for a kernel, however often it runs; again for one that comes from the cache."""
     compiler = importlib.import_module("triton.compiler.compiler")
     driver = Driver()

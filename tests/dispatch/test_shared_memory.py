@@ -1,7 +1,4 @@
-"""The heap in shared memory: what peers see, what cannot be had, what a kill leaves behind.
-
-Runs in CI, in several processes.
-"""
+"""The heap in shared memory: what peers see, what cannot be had, what a kill leaves behind."""
 
 import itertools
 import os
@@ -17,7 +14,7 @@ import torch.distributed as dist
 from olmo_shard.dispatch.heap.shared_memory import SharedMemoryHeap
 from olmo_shard.distributed.runtime import Runtime
 from olmo_shard.errors import HeapError
-from tests.support.ranks import RankGroup, mesh_of
+from tests.support.ranks import RankGroup, StartRanks, mesh_of
 
 MIB = 2**20
 
@@ -43,7 +40,7 @@ def put_case(rank: Runtime) -> None:
         heap.close()
 
 
-def test_a_put_is_there_once_its_flag_is(ranks):
+def test_a_put_is_there_once_its_flag_is(ranks: StartRanks) -> None:
     ranks(2).run(put_case)
 
 
@@ -65,7 +62,7 @@ def close_case(rank: Runtime) -> tuple[int, int, int]:
     return before, during, count()
 
 
-def test_closing_gives_everything_back_but_not_under_a_view(ranks):
+def test_closing_gives_everything_back_but_not_under_a_view(ranks: StartRanks) -> None:
     for before, during, after in ranks(2).run(close_case):
         assert before == after < during
 
@@ -79,7 +76,7 @@ def ahead_case(rank: Runtime) -> None:
     heap.close()
 
 
-def test_a_flag_that_is_ahead_is_an_error(ranks):
+def test_a_flag_that_is_ahead_is_an_error(ranks: StartRanks) -> None:
     ranks(2).run(ahead_case)
 
 
@@ -108,7 +105,7 @@ def shared_memory_in_use() -> int:
 
 
 @pytest.mark.slow
-def test_five_kills_in_the_middle_leave_nothing_behind():
+def test_five_kills_in_the_middle_leave_nothing_behind() -> None:
     """Each time two ranks hold 128 MiB each, are killed while they exchange, and start again."""
     before = shared_memory_in_use()
     for _ in range(5):
@@ -133,7 +130,7 @@ def too_large_case(rank: Runtime) -> str:
     return str(raised.value)
 
 
-def test_memory_that_cannot_be_had_is_an_error_on_every_rank(ranks):
+def test_memory_that_cannot_be_had_is_an_error_on_every_rank(ranks: StartRanks) -> None:
     found = ranks(2).run(too_large_case)
     assert found[0] == found[1]
     assert found[0] == ("rank 1: cannot allocate 2,101,248 bytes of shared memory: File too large")
@@ -157,7 +154,7 @@ def unseen_case(rank: Runtime) -> str:
     return str(raised.value)
 
 
-def test_a_peers_memory_that_cannot_be_opened_is_an_error_on_every_rank(ranks):
+def test_a_peers_memory_that_cannot_be_opened_is_an_error_on_every_rank(ranks: StartRanks) -> None:
     found = ranks(2).run(unseen_case)
     assert found[0] == found[1]
     assert found[0].startswith("rank 1: cannot open /proc/")

@@ -1,5 +1,5 @@
 """The heap over PyTorch's symmetric memory, against a stub of its module: two ranks whose memory
-is on the CPU. Runs in CI; what the module itself does needs GPUs.
+is on the CPU. what the module itself does needs GPUs.
 """
 
 import re
@@ -19,7 +19,7 @@ from olmo_shard.dispatch.heap.torch_symmetric import TorchSymmetricHeap
 from olmo_shard.distributed.collectives import gather_objects
 from olmo_shard.distributed.runtime import Runtime
 from olmo_shard.errors import HeapError
-from tests.support.ranks import mesh_of
+from tests.support.ranks import StartRanks, mesh_of
 
 ARENA_BYTES, NUM_FLAGS = 1000, 3
 FLAGS_AT = 1024
@@ -97,7 +97,7 @@ def made_case(rank: Runtime) -> None:
         assert (heap.arena_ptrs.dtype, heap.flag_ptrs.dtype) == (torch.int64, torch.int64)
         assert heap.arena_ptrs.tolist() == expected
         assert heap.flag_ptrs.tolist() == [each + FLAGS_AT for each in expected]
-        assert (heap.far, heap.staging, heap.pes, heap.bitcode) == ((), None, None, None)
+        assert (heap.remote_ranks, heap.staging, heap.pes, heap.bitcode) == ((), None, None, None)
         stub.log.clear()
         heap.close()
         heap.close()
@@ -106,7 +106,7 @@ def made_case(rank: Runtime) -> None:
             _ = heap.arena
 
 
-def test_every_rank_has_every_arenas_address(ranks):
+def test_every_rank_has_every_arenas_address(ranks: StartRanks) -> None:
     ranks(2).run(made_case)
 
 
@@ -138,7 +138,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_fails_on_one_rank_is_said_on_all(ranks, case):
+def test_what_fails_on_one_rank_is_said_on_all(ranks: StartRanks, case: str) -> None:
     change, problem = REFUSED[case]
     for found in ranks(2).run(refused_case, change):
         assert re.fullmatch(
@@ -163,12 +163,12 @@ def hosts_case(rank: Runtime, error: OSError | None) -> str:
     return str(raised.value)
 
 
-def test_ranks_of_two_hosts_are_refused(ranks):
+def test_ranks_of_two_hosts_are_refused(ranks: StartRanks) -> None:
     for found in ranks(2).run(hosts_case, None):
         assert "cannot be used: the ranks of the group do not share a host and a process" in found
 
 
-def test_a_host_that_cannot_be_told_is_refused_on_all_ranks(ranks):
+def test_a_host_that_cannot_be_told_is_refused_on_all_ranks(ranks: StartRanks) -> None:
     error = FileNotFoundError(2, "No such file", "/proc/boot")
     for found in ranks(2).run(hosts_case, error):
         assert found.startswith("rank 1: PyTorch's symmetric memory cannot be used: cannot read ")

@@ -1,12 +1,13 @@
 """Ranks that were started differently all raise one message."""
 
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from olmo_shard.distributed.start_consistency import Fields, check_consistent_start, versions
-from olmo_shard.errors import ConfigurationError
+from olmo_shard.errors import ConfigurationError, LaunchError, OlmoShardError
 
 CONFIG: dict[str, object] = {"parallel.expert_parallel": 1, "optim.lr": 0.01, "data.sources": ["a"]}
 
@@ -66,6 +67,35 @@ def test_other_versions_are_refused() -> None:
     assert message.startswith(
         f"the ranks have different versions: torch = {torch!r} on rank 0, '2.0.0' on rank 1"
     )
+
+
+def test_another_order_is_refused() -> None:
+    first: dict[str, Fields] = {"configs": {"data.validation.a": 1, "data.validation.b": 2}}
+    second: dict[str, Fields] = {"configs": {"data.validation.b": 2, "data.validation.a": 1}}
+    (message,) = set(outcomes([first, first, second]))
+    assert "data.validation.a on rank 0 stands where rank 2 has data.validation.b" in message
+
+
+def test_other_numbers_of_ranks_are_refused_at_once() -> None:
+    """Rank 0 counts two ranks, rank 1 three: neither waits for a third one."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=60))
+
+    def outcome(rank: int) -> str:
+        with pytest.raises(OlmoShardError) as caught:
+            check_consistent_start(store, rank, 2 + rank, {"configs": CONFIG})
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        (message,) = set(pool.map(outcome, range(2)))
+    assert "WORLD_SIZE = 2 on rank 0, 3 on rank 1" in message
+
+
+def test_a_rank_that_never_comes_is_one_message() -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(milliseconds=50))
+    with pytest.raises(LaunchError, match=r"rank 0 waited in vain for the 2 ranks"):
+        check_consistent_start(store, 0, 2, {"configs": CONFIG})
 
 
 def test_versions_are_those_of_the_packages() -> None:

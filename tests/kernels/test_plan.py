@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton exists on Linux alone")
 
-from olmo_shard.dispatch.plan import make_plan
+from olmo_shard.dispatch.row_plan import make_plan
 from olmo_shard.distributed.runtime import Runtime
 from olmo_shard.kernels import plan as kernels
 from olmo_shard.kernels.plan import CELLS, TOKENS, PlanTensors, plan_ref, plan_triton
@@ -113,7 +113,7 @@ def dispatch_plan_case(rank: Runtime, idx: Tensor, weights: Tensor) -> tuple[Ten
     plan = make_plan(idx, 2, 2, layer=3, backend="triton")
     assert plan.layer == 3
     by_slot = plan.weights_by_slot(weights)
-    return by_slot, plan.weights_by_route(by_slot), plan.goes_WT, *plan.tokens_of_rank
+    return by_slot, plan.weights_by_route(by_slot), plan.is_sent_WT, *plan.tokens_of_rank
 
 
 def test_a_plan_longer_than_its_rows_means_the_same(interpreted):
@@ -125,7 +125,7 @@ def test_a_plan_longer_than_its_rows_means_the_same(interpreted):
     assert torch.equal(by_slot[:2], expected)
     assert by_slot[2:].tolist() == [[0, 0], [0, 0]]
     assert torch.equal(by_route, torch.where(idx >= 0, weights, 0))
-    assert torch.equal(goes, plan.goes_WT)
+    assert torch.equal(goes, plan.is_sent_WT)
     assert [each.tolist() for each in tokens] == [each.tolist() for each in plan.tokens_of_rank]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton exists on Linux alone")
 
-from olmo_shard.dispatch.mailbox import MailboxLayout
+from olmo_shard.dispatch.mailbox.mailbox_layout import MailboxLayout
 from olmo_shard.distributed.runtime import Runtime
 from olmo_shard.kernels import put_packed as put_packed_module
 from olmo_shard.kernels.pull_rows import pull_ref, pull_rows, pull_weights
@@ -27,7 +27,7 @@ from olmo_shard.kernels.row_moves import RowList
 from olmo_shard.kernels.signals import signal_peers, wait_signals
 from olmo_shard.kernels.sum_pairs import sum_pairs, sum_pairs_ref
 from olmo_shard.kernels.sum_rows import sum_rows, sum_rows_ref
-from tests.support.device_heap import SharedDeviceHeap
+from tests.support.device_heap import SharedGpuHeap
 from tests.support.ranks import mesh_of
 
 RANKS, TOKENS, NUM_SLOTS = 3, 5, 3
@@ -51,19 +51,21 @@ def inputs_of(turn: int, source: int, width: int, dtype: torch.dtype) -> Inputs:
     x_ND[:, 0] = 10 * source + torch.arange(TOKENS)
     silent = turn == 2 or (turn + source) % 4 == 1  # nobody sends anything in round 2
     shunned = generator.randrange(RANKS)
-    goes_WT = torch.rand(RANKS, TOKENS) < 0.6
-    goes_WT[shunned] = False
+    is_sent_WT = torch.rand(RANKS, TOKENS) < 0.6
+    is_sent_WT[shunned] = False
     if silent:
-        goes_WT[:] = False
-    row_WT = torch.where(goes_WT, goes_WT.flatten().cumsum(0).view(goes_WT.shape) - 1, -1).int()
+        is_sent_WT[:] = False
+    row_WT = torch.where(
+        is_sent_WT, is_sent_WT.flatten().cumsum(0).view(is_sent_WT.shape) - 1, -1
+    ).int()
     # Lists have a static length; nobody reads what lies past the rows.
-    row_S = torch.cat([goes_WT.nonzero()[:, 1], torch.full((2,), -1)])
+    row_S = torch.cat([is_sent_WT.nonzero()[:, 1], torch.full((2,), -1)])
     x_ND = x_ND.to(dtype)
     if turn % 3 == 1:  # the rows come in the order of the list
         x_ND = torch.cat([x_ND[row_S[:-2]], torch.full_like(x_ND[:2], torch.nan)])
         row_S = None
-    shape = int(goes_WT.sum()) + 2, NUM_SLOTS
-    sent = RowList(counts_W=goes_WT.sum(dim=1), row_S=row_S)
+    shape = int(is_sent_WT.sum()) + 2, NUM_SLOTS
+    sent = RowList(counts_W=is_sent_WT.sum(dim=1), row_S=row_S)
     if turn % 2 == 0:
         sent = sent._replace(
             routes_W=sent.counts_W * 2,
@@ -118,16 +120,16 @@ class End:
         self.layout = MailboxLayout(
             num_ranks=RANKS, max_rows=TOKENS, num_slots=NUM_SLOTS, width=width, dtype=dtype
         )
-        self.heap = SharedDeviceHeap(mesh_of(rank, RANKS).ep, self.layout, far)
+        self.heap = SharedGpuHeap(mesh_of(rank, RANKS).ep, self.layout, far)
         self.regions = self.layout.regions(self.heap.rank)
         self.epoch = torch.zeros(1, dtype=torch.int64)
         self.error = torch.zeros(RANKS, dtype=torch.int32)
 
     def finish_put(self, counts_W: Tensor, *, with_metadata: bool) -> None:
         heap = self.heap
-        if heap.far:
+        if heap.remote_ranks:
             put_packed(
-                heap.far_peers(),
+                heap.remote_peers(),
                 counts_W,
                 heap.arena,
                 heap.flags,
@@ -172,7 +174,7 @@ def outward(end: End, turn: int, everyone: list[Inputs]) -> list[int]:
     me = end.heap.rank
     x_ND, sent, _ = everyone[me]
     metadata = sent.weights_Sm is not None
-    push_rows(x_ND, sent, end.heap.targets, end.epoch, end.regions, RANKS * TOKENS, 4)
+    push_rows(x_ND, sent, end.heap.peer_ptrs, end.epoch, end.regions, RANKS * TOKENS, 4)
     end.finish_put(sent.counts_W, with_metadata=metadata)
     counts_W, totals = end.wait(sent.counts_W, sent.routes_W)
     counts = [int(each.sent.counts_W[me]) for each in everyone]
@@ -229,7 +231,7 @@ def back(end: End, turn: int, everyone: list[Inputs]) -> None:
         pair_Rm,
         received_W,
         weights_Rm if with_weights else None,
-        end.heap.targets,
+        end.heap.peer_ptrs,
         end.epoch,
         end.regions,
         own_out,

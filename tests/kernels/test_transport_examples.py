@@ -9,8 +9,8 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="Triton exists on Linux alone")
 
-from olmo_shard.dispatch.plan import make_plan  # noqa: E402
-from olmo_shard.dispatch.sum_rows import sum_rows as dispatch_sum_rows  # noqa: E402
+from olmo_shard.dispatch.row_plan import make_plan  # noqa: E402
+from olmo_shard.dispatch.sum_returned_rows import sum_returned_rows  # noqa: E402
 from olmo_shard.kernels.language import tl  # noqa: E402
 from olmo_shard.kernels.pull_rows import pull_rows, pull_weights  # noqa: E402
 from olmo_shard.kernels.push_rows import push_rows  # noqa: E402
@@ -42,8 +42,8 @@ def push_example() -> None:
     near = neighbourhood(epoch=3)
     x_ND = torch.arange(8.0)[:, None]
     sent = RowList(counts_W=torch.tensor([2, 1, 1]), row_S=torch.tensor([5, 7, 7, 2]))
-    push_rows(x_ND, sent, near.targets, near.epoch, near.regions, max_rows_in_all=4)
-    to_0, to_2 = near.region(0, ME, slot=0), near.region(2, ME, slot=0)
+    push_rows(x_ND, sent, near.peer_ptrs, near.epoch, near.regions, max_rows_in_all=4)
+    to_0, to_2 = near.region(0, ME, buffer=0), near.region(2, ME, buffer=0)
     assert to_0.rows[:2].tolist() == [[5], [7]]
     assert to_2.rows[:1].tolist() == [[2]]
     assert (to_0.num_rows, to_2.num_rows) == (2, 1)
@@ -68,7 +68,7 @@ def signals_example() -> None:
 def pull_example() -> None:
     near = neighbourhood(epoch=2)
     for source, values in ((0, (10.0, 11.0)), (2, (12.0,))):
-        region = near.region(ME, source, slot=0)
+        region = near.region(ME, source, buffer=0)
         region.rows[: len(values)] = column(*values)
         region.weights[: len(values)] = 0.5
         region.local_expert[: len(values)] = source
@@ -101,17 +101,17 @@ def reduce_example() -> None:
     for sums in (sum_pairs, sum_pairs_ref):
         assert sums(y_PD, pair_Rm).tolist() == [[9], [4], [0], [2]]
     own_out = torch.full((2, 1), torch.nan)
-    arguments = (near.targets, near.epoch, near.regions, own_out)
+    arguments = (near.peer_ptrs, near.epoch, near.regions, own_out)
     reduce_and_push(y_PD, pair_Rm, torch.tensor([1, 1, 2]), None, *arguments)
-    assert near.region(0, ME, slot=0).rows[0].item() == 9
+    assert near.region(0, ME, buffer=0).rows[0].item() == 9
     assert own_out[0].item() == 4
-    assert near.region(2, ME, slot=0).rows[:2].tolist() == [[0], [2]]
+    assert near.region(2, ME, buffer=0).rows[:2].tolist() == [[0], [2]]
 
 
 def sum_rows_example() -> None:
     near = neighbourhood(epoch=2)
-    near.region(ME, 0, slot=0).rows[:2] = column(1, 2)
-    near.region(ME, 2, slot=0).rows[:1] = column(8)
+    near.region(ME, 0, buffer=0).rows[:2] = column(1, 2)
+    near.region(ME, 2, buffer=0).rows[:1] = column(8)
     row_WT = torch.tensor([[0, 1, -1], [2, -1, -1], [3, -1, -1]], dtype=torch.int32)
     out_TD = sum_rows(
         column(4), torch.tensor([2, 1, 1]), row_WT, near.arenas[ME], near.epoch, near.regions
@@ -124,10 +124,10 @@ def nothing_at_all() -> None:
     """No rows, no tokens, no pairs: headers and flags alone."""
     near = neighbourhood(epoch=1, width=36)
     none, nothing = torch.empty(0, 36), torch.zeros(RANKS, dtype=torch.int64)
-    push_rows(none, RowList(nothing), near.targets, near.epoch, near.regions, 0)
-    assert near.region(0, ME, slot=0).num_rows == near.region(2, ME, slot=0).num_rows == 0
+    push_rows(none, RowList(nothing), near.peer_ptrs, near.epoch, near.regions, 0)
+    assert near.region(0, ME, buffer=0).num_rows == near.region(2, ME, buffer=0).num_rows == 0
     no_pairs = torch.empty(0, SLOTS, dtype=torch.int32)
-    reduce_and_push(none, no_pairs, nothing, None, near.targets, near.epoch, near.regions, none)
+    reduce_and_push(none, no_pairs, nothing, None, near.peer_ptrs, near.epoch, near.regions, none)
     arena = (near.arenas[ME], near.epoch, near.regions)
     rows, _, _ = pull_rows(none, RowList(nothing), nothing, *arena, num_rows_out=0)
     assert rows.shape == (0, 36)
@@ -148,12 +148,14 @@ def no_more_than_fits() -> None:
     many = torch.tensor([MOST + 2, 3, MOST + 2])
     num_rows = int(many.sum())
     x_ND = torch.ones(num_rows, 16)
-    push_rows(x_ND, RowList(many), near.targets, near.epoch, near.regions, num_rows)
+    push_rows(x_ND, RowList(many), near.peer_ptrs, near.epoch, near.regions, num_rows)
     assert_only_regions_written(near)
     near = neighbourhood(epoch=3, width=16)
     own_out = torch.full((3, 16), torch.nan)
     pair_Rm = torch.arange(num_rows * SLOTS, dtype=torch.int32).view(num_rows, SLOTS) % num_rows
-    reduce_and_push(x_ND, pair_Rm, many, None, near.targets, near.epoch, near.regions, own_out[:2])
+    reduce_and_push(
+        x_ND, pair_Rm, many, None, near.peer_ptrs, near.epoch, near.regions, own_out[:2]
+    )
     assert_only_regions_written(near)
     assert own_out[2].isnan().all()
     rows = torch.full((6, 16), torch.nan)
@@ -168,7 +170,7 @@ def no_more_than_fits() -> None:
 def assert_only_regions_written(near: Neighbourhood) -> None:
     """Those of slot 0, with as many rows as a region holds."""
     for owner in (0, 2):
-        region = near.region(owner, ME, slot=0)
+        region = near.region(owner, ME, buffer=0)
         assert region.num_rows == MOST
         assert not region.rows.isnan().any()
         region.num_rows.as_strided((2,), (1,)).fill_(-1)
@@ -181,10 +183,10 @@ def wide_rows() -> None:
     near = neighbourhood(epoch=1, width=2100)
     x_ND = torch.randn(3, 2100)
     sent = RowList(torch.tensor([1, 1, 1]))
-    push_rows(x_ND, sent, near.targets, near.epoch, near.regions, 3)
-    assert torch.equal(near.region(2, ME, slot=0).rows[0], x_ND[2])
-    near.region(ME, 0, slot=1).rows[0] = x_ND[0] + 1
-    near.region(ME, 2, slot=1).rows[0] = x_ND[2] + 1
+    push_rows(x_ND, sent, near.peer_ptrs, near.epoch, near.regions, 3)
+    assert torch.equal(near.region(2, ME, buffer=0).rows[0], x_ND[2])
+    near.region(ME, 0, buffer=1).rows[0] = x_ND[0] + 1
+    near.region(ME, 2, buffer=1).rows[0] = x_ND[2] + 1
     arena = (near.arenas[ME], near.epoch, near.regions)
     rows, _, _ = pull_rows(x_ND, sent, sent.counts_W, *arena, num_rows_out=4)
     expected = torch.stack([x_ND[0] + 1, x_ND[1], x_ND[2] + 1, torch.zeros(2100)])
@@ -223,7 +225,7 @@ def sums_are_in_fp32() -> None:
     assert sum_rows_ref(list(y_PD.split(1)), row_WT).item() == 258
     near = neighbourhood(epoch=2)
     for source, value in ((0, 256), (2, 1)):
-        near.region(ME, source, slot=0).rows.view(torch.bfloat16)[0, 0] = value
+        near.region(ME, source, buffer=0).rows.view(torch.bfloat16)[0, 0] = value
     counts_W = torch.tensor([1, 1, 1])
     arena = (near.arenas[ME], near.epoch, near.regions)
     assert sum_rows(column(1).bfloat16(), counts_W, row_WT, *arena).item() == 258
@@ -239,7 +241,7 @@ def test_the_reference_adds_as_the_transport_on_cpus_does():
     idx_TK = torch.stack([torch.randperm(6)[:3] for _ in range(50)])
     plan = make_plan(idx_TK, num_ranks=RANKS, num_local_experts=2)
     rows = list(torch.randn(sum(plan.send_counts), 5).split(plan.send_counts))
-    assert torch.equal(sum_rows_ref(rows, plan.row_WT), dispatch_sum_rows(rows, plan))
+    assert torch.equal(sum_rows_ref(rows, plan.row_WT), sum_returned_rows(rows, plan))
 
 
 @triton.jit

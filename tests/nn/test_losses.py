@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from olmo_shard.nn.losses import IGNORE_INDEX, head_losses
+from olmo_shard.data.labels import IGNORE_INDEX
+from olmo_shard.nn.losses import head_losses
 from tests.support.close import BARS, close, products
 
 

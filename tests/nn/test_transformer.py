@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from olmo_shard.config import ModelConfig
+from olmo_shard.data.labels import IGNORE_INDEX
 from olmo_shard.nn.flops import flops_per_token, parameter_counts
-from olmo_shard.nn.init import initial_tensor
-from olmo_shard.nn.losses import IGNORE_INDEX
+from olmo_shard.nn.protocol import ModelOutput
 from olmo_shard.nn.recompute import checkpointed, decide_once
-from olmo_shard.nn.transformer import ModelOutput, Transformer
+from olmo_shard.nn.transformer import Transformer
 from tests.support.close import close, same_figures
 from tests.support.scales import logits_scale, moe_scale
 from tests.support.tiny import (
@@ -27,7 +27,7 @@ def real_model(config: ModelConfig, seed: int = 3) -> Transformer:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             experts = range(parameter.shape[0]) if ".experts." in name else None
-            parameter.copy_(initial_tensor(config, name, parameter.shape, seed, experts))
+            parameter.copy_(model.initial_value(name, parameter.shape, seed, experts))
     for router in model.routers():
         router.reset_buffers()
     return model
@@ -78,13 +78,14 @@ def test_padding_changes_nothing_that_is_trained_or_logged():
     for sequence in zip(tokens[:, None], labels[:, None], strict=True):
         for name, gradient in output_and_gradients(model, *sequence)[1].items():
             scales[name] += gradient.abs()
-    assert torch.equal(plain.counts_LE, padded.counts_LE)
-    assert (plain.counts_LE.sum(dim=1) == tokens.numel() * 2).all()
-    # Rows travel for every token: an unlabelled one is seen by those behind it.
-    travelling = {"rows_sent_L", "rows_LW"}
-    for name in set(plain._fields) - travelling:
-        mine, other = getattr(plain, name), getattr(padded, name)
-        same_figures(mine.tolist(), other.tolist())
+    assert torch.equal(plain.layers["counts_E"], padded.layers["counts_E"])
+    assert (plain.layers["counts_E"].sum(dim=1) == tokens.numel() * 2).all()
+    for name in ("loss", "cross_entropy", "logit_z_loss"):
+        same_figures(getattr(plain, name).tolist(), getattr(padded, name).tolist())
+    assert plain.layers.keys() == padded.layers.keys()
+    # Rows of tokens without a label travel, too: later tokens see them.
+    for name in plain.layers.keys() - {"rows_sent", "rows_W"}:
+        same_figures(plain.layers[name].tolist(), padded.layers[name].tolist())
     for name, gradient in gradients.items():
         close(padded_gradients[name], gradient, scale=passes * scales[name].max(), what=name)
 
@@ -107,11 +108,11 @@ def test_objective_adds_each_layers_weighted_losses():
     expected = (
         output.cross_entropy
         + config.z_loss_weight * output.logit_z_loss
-        + router.lb_loss_weight * output.lb_loss_L.sum()
-        + router.z_loss_weight * output.router_z_loss_L.sum()
+        + router.lb_loss_weight * output.layers["lb_loss"].sum()
+        + router.z_loss_weight * output.layers["router_z_loss"].sum()
     )
     close(output.loss, expected, scale=expected)  # a sum of positive terms
-    assert output.lb_loss_L.shape == (2,)
+    assert output.layers["lb_loss"].shape == (2,)
 
 
 def test_opposite_imbalances_of_two_layers_do_not_cancel():
@@ -125,11 +126,12 @@ def test_opposite_imbalances_of_two_layers_do_not_cancel():
         moe_layer(model, index).router.expert_bias[index] = 100.0
     tokens, labels = global_batch(0, ignored=False)
     output = model(tokens, labels)
-    assert output.counts_LE.tolist() == [[tokens.numel(), 0], [0, tokens.numel()]]
-    probabilities = output.lb_loss_L / tokens.numel() / 2  # f is 1, so E x P of the favourite
+    assert output.layers["counts_E"].tolist() == [[tokens.numel(), 0], [0, tokens.numel()]]
+    # f is 1 for the favourite, so the loss is E x P of the favourite.
+    probabilities = output.layers["lb_loss"] / tokens.numel() / 2
     assert (probabilities > 0.3).all()
     extra = output.loss - output.cross_entropy - config.z_loss_weight * output.logit_z_loss
-    close(extra, output.lb_loss_L.sum(), scale=output.loss)
+    close(extra, output.layers["lb_loss"].sum(), scale=output.loss)
 
 
 def test_all_experts_with_equal_weights_is_the_dense_sum():
@@ -159,17 +161,18 @@ def test_one_expert_trains():
 
 def test_initial_weights_depend_on_seed_name_and_expert_alone():
     config = model_config()
+    model = meta_model(config)
     shape = torch.Size([8, 40, 36])
-    whole = initial_tensor(config, "blocks.1.feed_forward.experts.w_gate_up", shape, 5, range(8))
-    part = initial_tensor(
-        config, "blocks.1.feed_forward.experts.w_gate_up", torch.Size([3, 40, 36]), 5, range(2, 5)
+    whole = model.initial_value("blocks.1.feed_forward.experts.w_gate_up", shape, 5, range(8))
+    part = model.initial_value(
+        "blocks.1.feed_forward.experts.w_gate_up", torch.Size([3, 40, 36]), 5, range(2, 5)
     )
     assert torch.equal(part, whole[2:5])
     assert not torch.equal(whole[0], whole[1])
-    other = initial_tensor(config, "blocks.2.feed_forward.experts.w_gate_up", shape, 5, range(8))
+    other = model.initial_value("blocks.2.feed_forward.experts.w_gate_up", shape, 5, range(8))
     assert not torch.equal(whole, other)
     assert whole.std().item() == pytest.approx(config.init_std, rel=0.05)
-    residual = initial_tensor(config, "blocks.1.attention.wo.weight", torch.Size([90, 90]), 5)
+    residual = model.initial_value("blocks.1.attention.wo.weight", torch.Size([90, 90]), 5)
     assert residual.std().item() == pytest.approx(config.init_std / 6**0.5, rel=0.05)
 
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedules. Runs in CI."""
+"""Learning-rate schedules."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from tests.support.close import close
         ({"name": "linear", "total_steps": 20, "min_lr_ratio": 0.0}, {10: 0.5, 20: 0.0}),
     ],
 )
-def test_schedules_at_chosen_steps(config, expected):
+def test_schedules_at_chosen_steps(config: dict[str, Any], expected: Any) -> None:
     schedule = ScheduleConfig.model_validate(config)
     for step, rate in expected.items():
         found = torch.tensor(learning_rate(step, 1.0, 10, schedule), dtype=torch.float64)
@@ -29,7 +29,7 @@ def test_schedules_at_chosen_steps(config, expected):
         close(found, torch.tensor(rate, dtype=torch.float64), scale=1.0, what=f"step {step}")
 
 
-def test_the_schedule_in_force_is_described():
+def test_the_schedule_in_force_is_described() -> None:
     schedule = ScheduleConfig(name="wsd", decay_steps=5, warmup_steps=2, min_lr_ratio=0.5)
     assert describe_schedule(0.2, 10, schedule) == (
         "wsd: 2 warm-up steps to 0.2, decay over the last 5, 0.1 at step 10"

@@ -1,4 +1,4 @@
-"""The distributed optimizer: clipping, skipping, decay. Runs on gloo, in CI."""
+"""The distributed optimizer: clipping, skipping, decay."""
 
 from typing import Any
 
@@ -15,9 +15,10 @@ from tests.support.close import close
 from tests.support.ranks import mesh_of
 from tests.support.tiny import (
     build,
-    mains,
+    main_weights,
     model_config,
     moe_layer,
+    optimizer_tensors,
     owned,
     small_model,
     train,
@@ -29,10 +30,10 @@ def clip_case(rank: Runtime, limit: float | None) -> tuple[float, float, float]:
     """The gradient norm, and squared norms of this rank's update and of its weights."""
     optim = {"name": "sgd", "max_grad_norm": limit, "weight_decay": 0.0}
     step = build(rank, model_config(), {"expert_parallel": rank.world_size}, optim)
-    before = [part.main.clone() for part in step.optimizer.slices]
+    before = [part.owned.main.clone() for part in step.optimizer.slices]
     (output,) = train(step, rank, 1, 4, lr=1.0)
     moved = sum(
-        float((part.main - old).double().square().sum())
+        float((part.owned.main - old).double().square().sum())
         for part, old in zip(step.optimizer.slices, before, strict=True)
     )
     weights = sum(float(old.double().square().sum()) for old in before)
@@ -40,7 +41,7 @@ def clip_case(rank: Runtime, limit: float | None) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_clipping_bounds_the_whole_models_update(ranks, size):
+def test_clipping_bounds_the_whole_models_update(ranks: Any, size: int) -> None:
     """An update is read from the difference of two weights, whose rounding scales with them."""
     parts, free = ranks(size).run(clip_case, 0.01), ranks(size).run(clip_case, None)
     assert parts[0][0] > 0.1
@@ -56,10 +57,8 @@ def skip_case(rank: Runtime, parallel: dict[str, Any], name: str) -> tuple[Any, 
     train(step, rank, 1, 4, lr=1e-2)
 
     def state() -> list[torch.Tensor]:
-        optimizer = step.optimizer
-        moments = [*optimizer.exp_avgs, *optimizer.exp_avg_sqs, optimizer.step_count]
-        weights = [part.main for part in optimizer.slices]
-        return [t.clone() for t in (*weights, *moments, *step.model.buffers())]
+        tensors = optimizer_tensors(step.optimizer)
+        return [t.clone() for t in (*tensors, *step.model.buffers())]
 
     before = state()
     calls = []
@@ -85,7 +84,9 @@ def skip_case(rank: Runtime, parallel: dict[str, Any], name: str) -> tuple[Any, 
 @pytest.mark.parametrize(
     "parallel", [{"expert_parallel": 1}, {"expert_parallel": 2}, {"mode": "fsdp"}]
 )
-def test_one_ranks_nan_makes_all_skip_and_nothing_move(ranks, parallel, name):
+def test_one_ranks_nan_makes_all_skip_and_nothing_move(
+    ranks: Any, parallel: dict[str, Any], name: str
+) -> None:
     results = ranks(2).run(skip_case, parallel, name)
     assert results[0] == results[1]
     applied, unchanged, where, after, norm = results[0]
@@ -108,7 +109,7 @@ def zero_window_case(rank: Runtime) -> tuple[float, bool]:
     return float(output.grad_norm), owned(step) == before and int(output.tokens) == 0
 
 
-def test_a_window_without_labels_gives_zero_gradients(ranks):
+def test_a_window_without_labels_gives_zero_gradients(ranks: Any) -> None:
     assert ranks(2).run(zero_window_case) == [(0.0, True)] * 2
 
 
@@ -130,12 +131,12 @@ def narrow_case(rank: Runtime, name: str) -> tuple[int, list[float]]:
         parallel_model.begin_microbatch(last=True)
         (model.norm + model.weight).sum().backward()
         optimizer.step(0.125)
-    parallel_model.wait()
+    parallel_model.wait_for_weights()
     return len(parallel_model.shards()), [*model.norm.tolist(), *model.weight.tolist()]
 
 
 @pytest.mark.parametrize(("name", "expected"), [("sgd", 0.0), ("adamw", 0.75)])
-def test_a_rank_may_own_padding_alone(ranks, name, expected):
+def test_a_rank_may_own_padding_alone(ranks: Any, name: str, expected: Any) -> None:
     results = ranks(4).run(narrow_case, name)
     assert [shards for shards, _ in results] == [2, 0, 0, 0]
     for _, weights in results:
@@ -146,15 +147,18 @@ def decay_case(rank: Runtime, name: str) -> dict[str, float]:
     """By what factor each parameter shrinks in a step without gradients."""
     optim = {"name": name, "weight_decay": 0.5, "no_decay": ["*norm*", "embedding.*"]}
     step = build(rank, model_config(), {}, optim)
-    before = {name: main.clone() for name, (_, main) in mains(step).items()}
+    before = {name: main.clone() for name, (_, main) in main_weights(step).items()}
     # A window without a backward: every gradient is zero.
     step.optimizer.parallel_model.begin_window()
     assert step.optimizer.step(0.1).applied
-    return {name: float((main / before[name]).nanmean()) for name, (_, main) in mains(step).items()}
+    return {
+        name: float((main / before[name]).nanmean())
+        for name, (_, main) in main_weights(step).items()
+    }
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_weights_decay_and_norms_and_embeddings_do_not(ranks, name):
+def test_weights_decay_and_norms_and_embeddings_do_not(ranks: Any, name: str) -> None:
     factors = ranks(1).run(decay_case, name)[0]
     free = {each for each in factors if "norm" in each or each == "embedding.weight"}
     assert {"norm.weight", "blocks.0.attention.q_norm.weight", "embedding.weight"} <= free
@@ -204,10 +208,10 @@ def host_read_case(rank: Runtime, parallel: dict[str, Any]) -> bool:
         {"mode": "fsdp"},
     ],
 )
-def test_a_step_reads_nothing_to_the_host(ranks, parallel):
+def test_a_step_reads_nothing_to_the_host(ranks: Any, parallel: dict[str, Any]) -> None:
     assert ranks(2).run(host_read_case, parallel) == [True, True]
 
 
-def test_the_guard_sees_host_reads():
+def test_the_guard_sees_host_reads() -> None:
     with NoHostRead(), pytest.raises(AssertionError):
         bool(torch.ones(()) > 0)

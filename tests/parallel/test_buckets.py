@@ -1,4 +1,4 @@
-"""The flat layout: pure arithmetic. Runs in CI."""
+"""The flat layout: pure arithmetic."""
 
 import random
 
@@ -7,7 +7,7 @@ import pytest
 from olmo_shard.parallel.buckets import Piece, make_buckets, pieces
 
 
-def test_the_documented_example():
+def test_the_documented_example() -> None:
     buckets = make_buckets({"a": 100, "b": 200, "c": 70}, group_size=2, cap=350)
     assert [(b.start, b.end) for b in buckets] == [(0, 384), (384, 512)]
     assert [(s.name, s.start) for s in buckets[0].spans] == [("c", 0), ("b", 128)]
@@ -22,13 +22,13 @@ def test_the_documented_example():
     assert pieces(buckets[0], 1, 2) == [Piece(name="b", start=192, offset=64, numel=136)]
 
 
-def test_a_parameter_beyond_the_cap_is_a_bucket_of_its_own():
+def test_a_parameter_beyond_the_cap_is_a_bucket_of_its_own() -> None:
     buckets = make_buckets({"a": 10, "big": 5000, "z": 10}, group_size=2, cap=100)
     assert [[s.name for s in b.spans] for b in buckets] == [["z"], ["big"], ["a"]]
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 7, 8])
-def test_every_element_has_one_owner(group_size):
+def test_every_element_has_one_owner(group_size: int) -> None:
     draw = random.Random(group_size)
     sizes = {f"p{i}": draw.choice([1, 3, 63, 64, 65, 1000, 4097]) for i in range(40)}
     buckets = make_buckets(sizes, group_size, cap=3000)

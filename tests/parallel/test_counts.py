@@ -1,4 +1,4 @@
-"""Collectives a window, whatever its number of micro-batches. Runs on gloo, in CI."""
+"""Collectives a window, whatever its number of micro-batches."""
 
 from collections import Counter
 from typing import Any
@@ -36,7 +36,7 @@ def backend_calls_case(rank: Runtime, parallel: dict[str, Any], micro: int) -> d
 
 
 @pytest.mark.parametrize("micro", [8, 1])
-def test_ddp_communicates_once_a_window(ranks, micro):
+def test_ddp_communicates_once_a_window(ranks: Any, micro: int) -> None:
     """Two ranks, 8 sequences each: windows of 1 and of 8 micro-batches."""
     parallel = {"ddp": {"bucket_cap_mb": 0.02}}
     calls = ranks(2).run(calls_case, parallel, micro)[0]
@@ -48,7 +48,9 @@ def test_ddp_communicates_once_a_window(ranks, micro):
 @pytest.mark.parametrize(("recompute", "extra"), [("none", 0), ("full", 1)])
 @pytest.mark.parametrize("micro", [8, 1])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_four_row_exchanges_a_layer_and_micro_batch(ranks, transport, micro, recompute, extra):
+def test_four_row_exchanges_a_layer_and_micro_batch(
+    ranks: Any, transport: str, micro: int, recompute: str, extra: int
+) -> None:
     """``collective`` adds one exchange of counts; a recompute dispatches again (pre-norm)."""
     parallel = {
         "expert_parallel": 2,
@@ -66,8 +68,8 @@ def test_four_row_exchanges_a_layer_and_micro_batch(ranks, transport, micro, rec
 @pytest.mark.parametrize("norm_position", ["pre", "post"])
 @pytest.mark.parametrize("shared", [0, 1])
 def test_a_recompute_adds_one_exchange_before_a_norm_and_two_behind_one(
-    ranks, norm_position, shared
-):
+    ranks: Any, norm_position: str, shared: int
+) -> None:
     parallel = {"expert_parallel": 2, "activation_checkpointing": "full", "dispatch": "rowwise"}
     model = {"norm_position": norm_position, "moe": {"num_shared_experts": shared}}
     calls = ranks(2).run(calls_case, parallel, 4, model)[0]
@@ -84,7 +86,7 @@ def test_a_recompute_adds_one_exchange_before_a_norm_and_two_behind_one(
         {"mode": "fsdp", "activation_checkpointing": "full"},
     ],
 )
-def test_no_collective_is_made_behind_the_counter(ranks, parallel):
+def test_no_collective_is_made_behind_the_counter(ranks: Any, parallel: dict[str, Any]) -> None:
     own = Counter(ranks(2).run(calls_case, parallel, 4)[0])
     seen = ranks(2).run(backend_calls_case, parallel, 4)[0]
     # On two ranks a bucket is one send and one receive, on gloo.
@@ -95,14 +97,14 @@ def test_no_collective_is_made_behind_the_counter(ranks, parallel):
     assert sum(seen.values()) == rows, seen
 
 
-def test_fsdp_window_reduces_as_often_with_eight_micro_batches_as_with_one(ranks):
+def test_fsdp_window_reduces_as_often_with_eight_micro_batches_as_with_one(ranks: Any) -> None:
     parallel = {"mode": "fsdp", "fsdp": {"reshard": "window"}}
     one = ranks(2).run(calls_case, parallel, 8)[0]
     eight = ranks(2).run(calls_case, parallel, 1)[0]
     assert one["reduce"] == eight["reduce"] > 0
 
 
-def test_fsdp_forward_reduces_every_micro_batch(ranks):
+def test_fsdp_forward_reduces_every_micro_batch(ranks: Any) -> None:
     parallel = {"mode": "fsdp", "fsdp": {"reshard": "forward"}}
     one = ranks(2).run(calls_case, parallel, 8)[0]
     assert ranks(2).run(calls_case, parallel, 1)[0]["reduce"] == 8 * one["reduce"]
@@ -113,16 +115,16 @@ def payload_case(rank: Runtime, parallel: dict[str, Any]) -> tuple[int, int, int
     step = build(rank, model_config(), parallel, {"name": "adamw"})
     pairs: list[int] = []
     dispatcher = moe_layer(step.model, 1).dispatcher
-    original = dispatcher.start
+    original = dispatcher.dispatch
 
-    def start(x_TD: Any, topk_idx_TK: torch.Tensor, weights_TK: Any, layer: int) -> Any:
+    def dispatch(x_TD: Any, topk_idx_TK: torch.Tensor, weights_TK: Any, layer: int) -> Any:
         owners = topk_idx_TK // dispatcher.num_local_experts
         for other in range(rank.world_size):
             if other != rank.rank:
                 pairs.append(int((owners == other).any(dim=1).sum()))
         return original(x_TD, topk_idx_TK, weights_TK, layer)
 
-    dispatcher.start = start  # type: ignore[method-assign]
+    dispatcher.dispatch = dispatch  # type: ignore[method-assign]
     before = Counter(comm_stats.bytes)
     train(step, rank, 1, 4)
     sent = Counter(comm_stats.bytes) - before
@@ -130,7 +132,7 @@ def payload_case(rank: Runtime, parallel: dict[str, Any]) -> tuple[int, int, int
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_payload_is_the_distinct_pairs_of_token_and_remote_rank(ranks, transport):
+def test_payload_is_the_distinct_pairs_of_token_and_remote_rank(ranks: Any, transport: str) -> None:
     """D = 36 FP32 values a row, four times; K = 2 weights and experts with the dispatch, K weight
     gradients with the way back."""
     results = ranks(2).run(payload_case, {"expert_parallel": 2, "dispatch": transport})
@@ -158,7 +160,9 @@ def bytes_case(
 @pytest.mark.parametrize(
     ("ddp", "reduced"), [({}, 4), ({"wire_dtype": "bfloat16"}, 2), ({"grad_dtype": "bfloat16"}, 2)]
 )
-def test_ddp_sends_gradient_and_weight_once_a_window(ranks, micro, ep, ddp, reduced):
+def test_ddp_sends_gradient_and_weight_once_a_window(
+    ranks: Any, micro: int, ep: int, ddp: dict[str, Any], reduced: int
+) -> None:
     """(N - 1) / N of both, experts by their own group, whatever the window; padding within 2 %."""
     found, sizes = ranks(4).run(bytes_case, {"expert_parallel": ep, "ddp": ddp}, micro)[0]
     elements = sum(numel * (size - 1) / size for numel, size in sizes.values())
@@ -167,7 +171,7 @@ def test_ddp_sends_gradient_and_weight_once_a_window(ranks, micro, ep, ddp, redu
 
 
 @pytest.mark.parametrize("micro", [4, 1])
-def test_fsdp_window_sends_as_much_as_ddp(ranks, micro):
+def test_fsdp_window_sends_as_much_as_ddp(ranks: Any, micro: int) -> None:
     parallel = {"mode": "fsdp", "fsdp": {"reshard": "window"}}
     found, _ = ranks(4).run(bytes_case, parallel, micro)[0]
     ddp, _ = ranks(4).run(bytes_case, {}, micro)[0]
@@ -177,7 +181,9 @@ def test_fsdp_window_sends_as_much_as_ddp(ranks, micro):
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("micro", [4, 1])
-def test_fsdp_forward_fetches_twice_and_reduces_once_a_micro_batch(ranks, micro, recompute):
+def test_fsdp_forward_fetches_twice_and_reduces_once_a_micro_batch(
+    ranks: Any, micro: int, recompute: str
+) -> None:
     """Its prefetch fetches nothing in vain. The root's weights stay from forward to backward."""
     parallel = {"mode": "fsdp", "activation_checkpointing": recompute}
     found, sizes = ranks(2).run(bytes_case, parallel, micro)[0]

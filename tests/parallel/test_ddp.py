@@ -1,4 +1,4 @@
-"""Mode ddp: views, types, unused parameters, memory, equality of experts. Runs on gloo, in CI."""
+"""Mode ddp: views, types, unused parameters, memory, equality of experts."""
 
 from typing import Any
 
@@ -16,7 +16,14 @@ from olmo_shard.parallel.ddp import DDPModel
 from olmo_shard.parallel.expert import shard_experts
 from olmo_shard.parallel.shards import LogicalParameter
 from tests.support.ranks import mesh_of
-from tests.support.tiny import build, meta_model, model_config, train, window_of
+from tests.support.tiny import (
+    build,
+    meta_model,
+    model_config,
+    optimizer_tensors,
+    train,
+    window_of,
+)
 
 BF16 = {"compute_dtype": "bfloat16", "expert_parallel": 2}
 
@@ -37,41 +44,37 @@ def views_case(rank: Runtime) -> None:
         assert parameter.grad.untyped_storage().data_ptr() in storages, name
 
 
-def test_gradients_stay_fp32_views_of_the_flat_buffer(ranks):
+def test_gradients_stay_fp32_views_of_the_flat_buffer(ranks: Any) -> None:
     ranks(2).run(views_case)
 
 
 def main_weights_case(rank: Runtime) -> None:
     step = build(rank, model_config(), BF16, {"name": "adamw"})
     train(step, rank, 3, 2, lr=1e-3)
-    optimizer = step.optimizer
-    for state in (
-        *optimizer.exp_avgs,
-        *optimizer.exp_avg_sqs,
-        *(part.main for part in optimizer.slices),
-    ):
-        assert state.dtype == torch.float32
+    for tensor in optimizer_tensors(step.optimizer):
+        assert tensor.dtype == torch.float32
     differing = 0
-    for part in optimizer.slices:
-        assert torch.equal(part.model, part.main.bfloat16()), "not the rounded main weights"
-        differing += int((part.model.float() != part.main).sum())
+    for owned in step.optimizer.parallel_model.slices:
+        assert owned.model_copy is not None
+        assert torch.equal(owned.model_copy, owned.main.bfloat16()), "not the rounded main weights"
+        differing += int((owned.model_copy.float() != owned.main).sum())
     assert differing > 1000, "main weights hold no more than the bf16 ones"
     for router in step.routers:
         assert router.expert_bias.dtype == router.lagged_counts.dtype == torch.float32
 
 
-def test_bf16_keeps_fp32_main_weights_and_moments(ranks):
+def test_bf16_keeps_fp32_main_weights_and_moments(ranks: Any) -> None:
     ranks(2).run(main_weights_case)
 
 
 def replicas_case(rank: Runtime) -> dict[str, list[float]]:
     step = build(rank, model_config(), {"expert_parallel": 2}, {"name": "adamw"})
     train(step, rank, 2, 4, lr=1e-2)
-    step.optimizer.parallel_model.wait()
+    step.optimizer.parallel_model.wait_for_weights()
     return {name: p.flatten().tolist() for name, p in step.model.named_parameters()}
 
 
-def test_dense_weights_are_equal_and_experts_differ(ranks):
+def test_dense_weights_are_equal_and_experts_differ(ranks: Any) -> None:
     """Ranks 0, 2 hold the same experts, ranks 1, 3 the others (ep is innermost)."""
     weights = ranks(4).run(replicas_case)
     for name in weights[0]:
@@ -115,7 +118,7 @@ def unused_case(rank: Runtime) -> list[list[Any]]:
     ]
 
 
-def test_parameters_that_a_rank_does_not_use_count_as_zero(ranks):
+def test_parameters_that_a_rank_does_not_use_count_as_zero(ranks: Any) -> None:
     pieces = [piece for part in ranks(3).run(unused_case) for piece in part]
     sums = {name: [] for name, *_ in pieces}
     for name, *values in pieces:
@@ -133,7 +136,7 @@ def fallback_case(rank: Runtime, has_grad_dtype: bool) -> list[float]:
     return [float(output.grad_norm) for output in outputs]
 
 
-def test_torch_without_grad_dtype_gives_the_same_gradients(ranks):
+def test_torch_without_grad_dtype_gives_the_same_gradients(ranks: Any) -> None:
     assert ranks(2).run(fallback_case, False) == ranks(2).run(fallback_case, True)
 
 
@@ -145,8 +148,8 @@ def bytes_case(rank: Runtime, dtype: str, grad_dtype: str) -> tuple[int, int, in
     optimizer, parallel_model = step.optimizer, step.optimizer.parallel_model
     assert isinstance(parallel_model, DDPModel)
     tensors = [t for space in parallel_model.spaces for t in (space.weights, space.grads)]
-    tensors += [t for part in optimizer.slices for t in (part.main, part.gradient())]
-    tensors += [*optimizer.exp_avgs, *optimizer.exp_avg_sqs]
+    tensors += [owned.gradient() for owned in parallel_model.slices]
+    tensors += optimizer_tensors(optimizer)
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     sizes = [p.numel() for name, p in step.model.named_parameters() if ".experts." not in name]
     experts = [p.numel() for name, p in step.model.named_parameters() if ".experts." in name]
@@ -162,7 +165,9 @@ def bytes_case(rank: Runtime, dtype: str, grad_dtype: str) -> tuple[int, int, in
         ("bfloat16", "bfloat16", 2 + 2, 16),
     ],
 )
-def test_resident_bytes_follow_the_formula(ranks, dtype, grad_dtype, whole, sharded):
+def test_resident_bytes_follow_the_formula(
+    ranks: Any, dtype: str, grad_dtype: str, whole: int, sharded: int
+) -> None:
     """Weights and gradients on every rank; moments, main weights and main gradients over the group,
     as far as they are not views of the former.
     """
@@ -182,7 +187,7 @@ def stolen_case(rank: Runtime) -> tuple[float, float]:
     return norms[0], norms[1]
 
 
-def test_zero_grad_of_the_model_does_not_turn_training_off(ranks):
+def test_zero_grad_of_the_model_does_not_turn_training_off(ranks: Any) -> None:
     for plain, stolen in ranks(2).run(stolen_case):
         assert plain == stolen > 0
 
@@ -202,7 +207,7 @@ def misuse_case(rank: Runtime) -> str:
     return "trained"
 
 
-def test_gradients_that_were_replaced_inside_a_window_are_noticed(ranks):
+def test_gradients_that_were_replaced_inside_a_window_are_noticed(ranks: Any) -> None:
     for message in ranks(2).run(misuse_case):
         assert "gradients were replaced inside a window: call begin_window" in message
 
@@ -222,8 +227,10 @@ def real_case(rank: Runtime) -> list[str]:
     return messages
 
 
-def test_what_parallelize_cannot_spread_is_refused(ranks):
+def test_what_parallelize_cannot_spread_is_refused(ranks: Any) -> None:
     for messages in ranks(2).run(real_case):
         assert "build the model under torch.device('meta')" in messages[0]
         assert messages[1] == "the mesh has expert_parallel = 1, the config 2"
-        assert messages[2] == "expert_parallel = 2 does not divide num_experts = 3"
+        assert messages[2] == (
+            "parallel.expert_parallel = 2 does not divide model.moe.num_experts = 3"
+        )

@@ -151,7 +151,7 @@ def capacity_case(
     step = build(rank, model_config(), parallel, SGD)
     outputs = train(step, rank, 6, 4)
     return [figures(output) for output in outputs], [
-        float(output.sums.dropped_L.sum()) for output in outputs
+        float(output.sums.layers["dropped"].sum()) for output in outputs
     ]
 
 
@@ -197,7 +197,7 @@ def bf16_case(rank: Runtime, mode: str) -> tuple[list[tuple[float, float]], set[
     parallel = {"mode": mode, "expert_parallel": 2, "compute_dtype": "bfloat16"}
     step = build(rank, model_config(), parallel, SGD)
     found = [figures(output) for output in train(step, rank, 3, SEQUENCES // 4, lr=0.05)]
-    return found, {str(part.gradient().dtype) for part in step.optimizer.slices}
+    return found, {str(part.owned.gradient().dtype) for part in step.optimizer.slices}
 
 
 def test_bf16_is_the_same_in_both_modes(ranks):

@@ -1,11 +1,11 @@
-"""Where the gradients of routed experts add up: in place where a window's are FP32. Gloo, in CI."""
+"""Where the gradients of routed experts add up: in place where a window's are FP32."""
 
 import warnings
 from typing import Any
 
 import pytest
 
-from olmo_shard.dispatch import dispatcher
+from olmo_shard.dispatch import pending_dispatch
 from olmo_shard.distributed.runtime import Runtime
 from tests.support.tiny import build, model_config, train
 
@@ -13,7 +13,7 @@ from tests.support.tiny import build, model_config, train
 def places_case(rank: Runtime, parallel: dict[str, Any]) -> tuple[set[int], set[int]]:
     """Addresses that experts were told to add to, and those of their parameters' gradients."""
     told: set[int] = set()
-    original = dispatcher.grouped_mlp
+    original = pending_dispatch.grouped_mlp
 
     def spy(*arguments: Any) -> Any:
         told.update(each.data_ptr() for each in arguments[-1] or ())
@@ -22,7 +22,7 @@ def places_case(rank: Runtime, parallel: dict[str, Any]) -> tuple[set[int], set[
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         # While it traces, torch.compile looks at the .grad of tensors that are no leaves.
         warnings.simplefilter("ignore")
-        patch.setattr(dispatcher, "grouped_mlp", spy)
+        patch.setattr(pending_dispatch, "grouped_mlp", spy)
         step = build(rank, model_config(), parallel, {"name": "adamw"})
         train(step, rank, 1, 2, lr=1e-3)
     parameters = step.model.named_parameters()
@@ -45,7 +45,9 @@ def places_case(rank: Runtime, parallel: dict[str, Any]) -> tuple[set[int], set[
         ({"mode": "fsdp"}, False),
     ],
 )
-def test_experts_add_to_the_windows_gradients_where_those_are_fp32(ranks, parallel, in_place):
+def test_experts_add_to_the_windows_gradients_where_those_are_fp32(
+    ranks: Any, parallel: dict[str, Any], in_place: bool
+) -> None:
     for told, there in ranks(2).run(places_case, parallel):
         assert told == (there if in_place else set())
         assert not in_place or len(there) == 4  # two layers, two weights each

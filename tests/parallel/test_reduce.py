@@ -1,4 +1,4 @@
-"""Phase reduce: overlapped with backward, in one order, in two types. Runs on gloo, in CI."""
+"""Phase reduce: overlapped with backward, in one order, in two types."""
 
 import time
 from collections.abc import Callable
@@ -51,7 +51,9 @@ OFF = {"overlap_grad_reduce": False, "overlap_param_gather": False}
         (2, {"compute_dtype": "bfloat16"}, 4),
     ],
 )
-def test_overlap_changes_no_bit(ranks, size, parallel, micro):
+def test_overlap_changes_no_bit(
+    ranks: Any, size: int, parallel: dict[str, Any], micro: int
+) -> None:
     """Losses, norms and every weight after five steps, for each option and for both."""
     expected = ranks(size).run(options_case, OFF, parallel, micro)
     for name in OFF:
@@ -96,7 +98,7 @@ def order_case(rank: Runtime, overlap: bool) -> tuple[list[list[str]], int, int,
     return started, in_backward, len(reducer.buckets), most
 
 
-def test_buckets_start_in_the_last_backward_in_one_order(ranks):
+def test_buckets_start_in_the_last_backward_in_one_order(ranks: Any) -> None:
     results = ranks(4).run(order_case, True)
     for started, in_backward, buckets, most in results:
         assert started == results[0][0]
@@ -111,7 +113,7 @@ def test_buckets_start_in_the_last_backward_in_one_order(ranks):
     )
 
 
-def test_without_overlap_nothing_starts_in_backward_and_one_bucket_is_staged(ranks):
+def test_without_overlap_nothing_starts_in_backward_and_one_bucket_is_staged(ranks: Any) -> None:
     for started, in_backward, buckets, most in ranks(2).run(order_case, False):
         assert (in_backward, len(started), most) == (0, buckets, 1)
 
@@ -141,7 +143,7 @@ def unused_case(rank: Runtime) -> dict[str, list[float]]:
     return summed(parallel_model)
 
 
-def test_a_parameter_that_a_rank_does_not_use_hangs_nothing(ranks):
+def test_a_parameter_that_a_rank_does_not_use_hangs_nothing(ranks: Any) -> None:
     found = [name for part in ranks(3).run(unused_case) for name in part.items()]
     sums: dict[str, list[float]] = {}
     for name, values in found:
@@ -158,11 +160,11 @@ def idle_case(rank: Runtime) -> list[float]:
         parallel_model.begin_window()
         (model.a + model.b).sum().backward()
         optimizer.step(0.25)
-    parallel_model.wait()
+    parallel_model.wait_for_weights()
     return [*model.a.tolist(), *model.c.tolist()]
 
 
-def test_weights_that_no_forward_has_waited_for_are_there_before_the_next_step(ranks):
+def test_weights_that_no_forward_has_waited_for_are_there_before_the_next_step(ranks: Any) -> None:
     assert ranks(2).run(idle_case) == [[0.0] * 3 + [1.0] * 3] * 2
 
 
@@ -203,7 +205,7 @@ def meeting_case(rank: Runtime) -> list[float]:
     return [value for values in summed(parallel_model).values() for value in values]
 
 
-def test_backward_does_not_wait_for_a_peer_that_waits_for_it(ranks):
+def test_backward_does_not_wait_for_a_peer_that_waits_for_it(ranks: Any) -> None:
     values = [value for part in ranks(2).run(meeting_case) for value in part]
     assert sorted(values) == [1.0] * 3 + [2.0] * 15
 
@@ -223,7 +225,7 @@ def given_up_case(rank: Runtime) -> dict[str, list[float]]:
     return summed(parallel_model)
 
 
-def test_a_window_may_be_given_up(ranks):
+def test_a_window_may_be_given_up(ranks: Any) -> None:
     for sums in ranks(2).run(given_up_case):
         assert all(value == 2.0 for values in sums.values() for value in values)
 
@@ -235,12 +237,16 @@ def twice_case(rank: Runtime) -> str:
     (model.b + model.c).sum().backward()
     try:
         model.c.sum().backward()
+        message = "no error"
     except TrainingError as error:
-        return str(error)
-    return "no error"
+        message = str(error)
+    # How many buckets a rank has started depends on timing. The tests that follow use the same
+    # groups, so both ranks must have made the same collectives.
+    parallel_model.reduce()
+    return message
 
 
-def test_a_gradient_after_its_buckets_reduce_is_an_error(ranks):
+def test_a_gradient_after_its_buckets_reduce_is_an_error(ranks: Any) -> None:
     for message in ranks(2).run(twice_case):
         assert message.startswith("a gradient of c came after its bucket was reduced")
         assert "set parallel.ddp.overlap_grad_reduce to false" in message
@@ -252,8 +258,8 @@ def types_case(rank: Runtime, ddp: dict[str, Any]) -> list[tuple[list[float], li
     step = build(rank, model_config(), parallel, {"name": "sgd", "max_grad_norm": None})
     train(step, rank, 1, SEQUENCES // rank.world_size // 2, lr=0.0)
     return [
-        (part.gradient().tolist(), [str(part.gradient().dtype), str(part.main.dtype)])
-        for part in step.optimizer.slices
+        (owned.gradient().tolist(), [str(owned.gradient().dtype), str(owned.main.dtype)])
+        for owned in step.optimizer.parallel_model.slices
     ]
 
 
@@ -267,7 +273,9 @@ def gradients(ranks: Callable[[int], Any], size: int, ddp: dict[str, Any]) -> to
 @pytest.mark.parametrize(
     ("ddp", "roundings"), [({"wire_dtype": "bfloat16"}, 1), ({"grad_dtype": "bfloat16"}, 3)]
 )
-def test_bf16_gradients_are_off_by_their_rounding(ranks, size, ddp, roundings):
+def test_bf16_gradients_are_off_by_their_rounding(
+    ranks: Any, size: int, ddp: dict[str, Any], roundings: int
+) -> None:
     """One rounding of each rank's sum on the wire; in grad_dtype two micro-batches are rounded,
     and so is their sum. In relation to the norm: a sum over ranks may cancel, an error does not.
     """

@@ -11,17 +11,18 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton exists on Linux alone")
 
-from olmo_shard.dispatch.capacity import most_rows
-from olmo_shard.dispatch.device_mailbox import DeviceMailbox
-from olmo_shard.dispatch.rowwise import RowwiseDispatcher
-from olmo_shard.dispatch.rowwise_device import DeviceRowwiseDispatcher
+from olmo_shard.dispatch.dispatcher import TokenDispatcher
+from olmo_shard.dispatch.mailbox.mailbox_gpu import GpuMailbox
+from olmo_shard.dispatch.mailbox.mailbox_layout import most_rows
+from olmo_shard.dispatch.rowwise.rowwise_cpu import RowwiseCpuTransport
+from olmo_shard.dispatch.rowwise.rowwise_gpu import RowwiseGpuTransport, most_pairs
 from olmo_shard.distributed.runtime import Runtime
 from olmo_shard.nn.moe import MoE
 from olmo_shard.optim import adamw
-from olmo_shard.parallel.connection import Connection
+from olmo_shard.parallel.dispatchers import DispatcherChoice
 from olmo_shard.train.step import TrainStep
 from tests.support.close import same_figures, same_weights
-from tests.support.device_heap import SharedDeviceHeap
+from tests.support.device_heap import SharedGpuHeap
 from tests.support.ranks import mesh_of
 from tests.support.tiny import LENGTH, assemble, build, figures, model_config, owned, window_of
 
@@ -31,22 +32,24 @@ OPTIMS: dict[str, dict[str, Any]] = {"adamw": {"name": "adamw"}, "sgd": {"name":
 
 def by_kernels(step: TrainStep, rank: Runtime) -> None:
     """Put mailboxes that kernels fill in place of those for CPUs."""
-    connection = step.optimizer.parallel_model.connection
-    assert connection is not None
-    plain = connection.dispatcher
-    assert isinstance(plain, RowwiseDispatcher)
+    choice = step.optimizer.parallel_model.dispatcher_choice
+    assert choice is not None
+    plain = choice.dispatcher
+    assert isinstance(plain.transport, RowwiseCpuTransport)
     # For the short micro-batches below: with a capacity factor tensors have their largest size.
     factor = plain.capacity_factor
     rows = most_rows(LENGTH, 2, plain.num_experts, 2, factor)
-    layout = replace(plain.mailbox.layout, max_rows=rows)
+    layout = replace(plain.transport.mailbox.layout, max_rows=rows)
     plain.close()
-    heap = SharedDeviceHeap(mesh_of(rank, 2).ep, layout)
-    mailbox = DeviceMailbox(heap, layout, timedelta(seconds=60))
-    dispatcher = DeviceRowwiseDispatcher(plain.num_experts, mailbox, LENGTH, factor)
+    heap = SharedGpuHeap(mesh_of(rank, 2).ep, layout)
+    mailbox = GpuMailbox(heap, layout, timedelta(seconds=60))
+    max_pairs = most_pairs(layout, LENGTH, 2, plain.num_experts, factor)
+    transport = RowwiseGpuTransport(mailbox, LENGTH, max_pairs)
+    dispatcher = TokenDispatcher(transport, plain.num_experts, factor, "triton")
     for module in step.model.modules():
         if isinstance(module, MoE):
             module.dispatcher = dispatcher
-    step.optimizer.parallel_model.connection = Connection(dispatcher, "by kernels")
+    step.optimizer.parallel_model.dispatcher_choice = DispatcherChoice(dispatcher, "by kernels")
 
 
 def training_case(
@@ -68,7 +71,7 @@ def training_case(
     step.optimizer.parallel_model.close()
     return (
         *found,
-        outputs[-1].sums.rows_sent_L.tolist(),
+        outputs[-1].sums.layers["rows_sent"].tolist(),
         [comm_stats.bytes["rows"], comm_stats.bytes["metadata"]],
     )
 

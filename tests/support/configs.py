@@ -1,10 +1,12 @@
-"""A small config on disk, with data, for tests that start from a file."""
+"""A small config on disk, with data, and what a run opens of it."""
 
 from pathlib import Path
 
 import numpy as np
 
 from olmo_shard.config import Config, load_config
+from olmo_shard.data.loader import DataLoader
+from olmo_shard.data.validation import ValidationSet, open_validation
 
 VOCAB = 64
 CONFIG = """
@@ -55,7 +57,7 @@ tracking:
 
 
 def write_tokens(path: Path, count: int = 4002, vocab: int = VOCAB, seed: int = 0) -> Path:
-    """Ids with structure enough for a loss to fall: each depends on the one before it."""
+    """Write ids from which a model can learn: each depends on the one before it."""
     generator = np.random.default_rng(seed)
     steps = generator.integers(1, 4, size=count)
     (np.cumsum(steps) % vocab).astype(np.uint16).tofile(path)
@@ -63,7 +65,7 @@ def write_tokens(path: Path, count: int = 4002, vocab: int = VOCAB, seed: int = 
 
 
 def write_config(folder: Path, text: str = CONFIG) -> Path:
-    """config.yaml and tokens.bin in a folder."""
+    """Write config.yaml and tokens.bin into a folder."""
     tokens = write_tokens(folder / "tokens.bin")
     path = folder / "config.yaml"
     path.write_text(text.format(run=folder / "run", data=tokens, vocab=VOCAB), encoding="utf-8")
@@ -71,5 +73,27 @@ def write_config(folder: Path, text: str = CONFIG) -> Path:
 
 
 def config_at(folder: Path, *overrides: str) -> Config:
-    """That config, loaded with overrides."""
+    """Write the config into a folder and load it with overrides."""
     return load_config(str(write_config(folder)), list(overrides))
+
+
+def loader_of(config: Config, rank: int = 0, world_size: int = 1) -> DataLoader:
+    """Open a rank's loader as a run opens it."""
+    return DataLoader(
+        config.data,
+        config.train,
+        vocab_size=config.model.vocab_size,
+        seed=config.run.seed,
+        rank=rank,
+        world_size=world_size,
+    )
+
+
+def validation_of(config: Config) -> list[ValidationSet]:
+    """Open the validation sets as a run opens them."""
+    return open_validation(
+        config.data,
+        tokens=config.eval.tokens,
+        micro_batch_tokens=config.train.micro_batch_tokens,
+        vocab_size=config.model.vocab_size,
+    )

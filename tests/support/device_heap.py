@@ -1,5 +1,6 @@
-"""Heaps for kernels that run in the interpreter: the shared memory of processes of one host, or
-tensors of one process.
+"""GPU heaps for kernels that run in the interpreter.
+
+Their memory is shared by the processes of one host, or is a few tensors of one process.
 """
 
 import ctypes
@@ -13,26 +14,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from olmo_shard.dispatch.heap.device import DeviceHeap
 from olmo_shard.dispatch.heap.shared_memory import SharedMemoryHeap
-from olmo_shard.dispatch.mailbox import MailboxLayout, Region
+from olmo_shard.dispatch.heap.symmetric_heap import GpuHeap
+from olmo_shard.dispatch.mailbox.mailbox_layout import MailboxLayout, Region
 from olmo_shard.distributed.runtime import Runtime
 from olmo_shard.kernels.put_packed import RemotePeers
 from olmo_shard.kernels.regions import Regions
 from olmo_shard.kernels.signals import wait_signals
 
 
-class SharedDeviceHeap(DeviceHeap):
+class SharedGpuHeap(GpuHeap):
     """Arenas and flags of a ``SharedMemoryHeap``, by address.
 
-    :param far: distances of the ranks that pass for those of another node: with 1, rank r cannot
-        store into the memory of rank r + 1.
+    :param remote: distances of the ranks that stand for ranks on another node. With distance 1,
+        rank r cannot store into the memory of rank r + 1.
     """
 
     bitcode = ""
 
     def __init__(
-        self, group: dist.ProcessGroup, layout: MailboxLayout, far: tuple[int, ...] = ()
+        self, group: dist.ProcessGroup, layout: MailboxLayout, remote: tuple[int, ...] = ()
     ) -> None:
         timeout = timedelta(seconds=60)
         self._heap = SharedMemoryHeap(group, layout.arena_bytes, layout.num_flags, timeout)
@@ -43,35 +44,39 @@ class SharedDeviceHeap(DeviceHeap):
             for flags in self._heap._flags
         ]
         self.flags = every_flag[self.rank]
-        self.far = tuple(sorted((self.rank + distance) % self.size for distance in far))
+        self.remote_ranks = tuple(sorted((self.rank + away) % self.size for away in remote))
         near = torch.ones(self.size, dtype=torch.int64)
-        near[list(self.far)] = 0
+        near[list(self.remote_ranks)] = 0
         self._arena_at = [arena.data_ptr() for arena in self._heap.arenas]
         self._flags_at = [flags.data_ptr() for flags in every_flag]
         self.arena_ptrs = near * torch.tensor(self._arena_at)
         self.flag_ptrs = near * torch.tensor(self._flags_at)
-        self.staging = torch.full_like(self.arena, 0xFF) if far else None
+        self.staging = torch.full_like(self.arena, 0xFF) if remote else None
         self.pes = torch.arange(self.size, dtype=torch.int32) + 10
         self.arena.fill_(0xFF)
-        dist.barrier(group=group)  # nobody puts before the poison is in
+        dist.barrier(group=group)  # no rank puts before the poison is in
 
     @property
-    def targets(self) -> Tensor:
-        """int64 [W]: where rows for each rank are stored."""
+    def peer_ptrs(self) -> Tensor:
+        """int64 [W]: address to which kernels write for each rank."""
         staged = 0 if self.staging is None else self.staging.data_ptr()
         return torch.where(self.arena_ptrs == 0, staged, self.arena_ptrs)
 
-    def far_peers(self) -> RemotePeers:
+    def remote_peers(self) -> RemotePeers:
+        """The remote ranks in the form in which kernels take them."""
         assert self.staging is not None
         assert self.pes is not None
-        return RemotePeers(torch.tensor(self.far), self.pes, self.staging, "")
+        return RemotePeers(torch.tensor(self.remote_ranks), self.pes, self.staging, "")
 
     def put_with_signal(self, *args: Any, _semantic: Any = None) -> None:
-        """Play NVSHMEM's put: addresses of the own symmetric memory mean the same place there."""
+        """Stand for NVSHMEM's put.
+
+        An address in this rank's symmetric memory means the same place in the peer's memory.
+        """
         target, source, num_bytes, flag, value, how, pe = (int(each) for each in args)
         assert how == 9, "set the signal"
         peer = pe - 10
-        assert peer in self.far
+        assert peer in self.remote_ranks
         offset = target - self.arena.data_ptr()
         assert offset >= 0
         assert offset + num_bytes <= self.arena.numel()
@@ -80,13 +85,14 @@ class SharedDeviceHeap(DeviceHeap):
         torch.from_numpy(np.frombuffer(self._heap._flags[peer], dtype=np.int64))[number] = value
 
     def close(self) -> None:
+        """Free the memory."""
         del self.arena, self.flags
         gc.collect()  # the interpreter leaves cycles
         self._heap.close()
 
 
 ME, RANKS, SLOTS, MOST = 1, 3, 2, 4
-"""Of a neighbourhood: the rank that is here, ranks, slots of a row, rows of a region."""
+"""Of a neighbourhood: this process's rank, number of ranks, slots of a row, rows of a region."""
 
 
 class Neighbourhood(NamedTuple):
@@ -99,19 +105,23 @@ class Neighbourhood(NamedTuple):
     epoch: Tensor
 
     @property
-    def targets(self) -> Tensor:
+    def peer_ptrs(self) -> Tensor:
+        """int64 [W]: addresses of the arenas."""
         return torch.tensor([arena.data_ptr() for arena in self.arenas])
 
     @property
     def flag_ptrs(self) -> Tensor:
+        """int64 [W]: addresses of the flags."""
         return torch.tensor([flags.data_ptr() for flags in self.flags])
 
-    def region(self, owner: int, source: int, slot: int) -> Region:
-        return self.layout.region(self.arenas[owner], owner, slot, source)
+    def region(self, owner: int, source: int, buffer: int) -> Region:
+        """The region of a source in an owner's arena."""
+        return self.layout.region(self.arenas[owner], owner, buffer, source)
 
     def wait(
         self, error: Tensor, timeout_ns: int, own_counts: list[int], own_routes: list[int]
     ) -> tuple[list[int], list[int]]:
+        """Wait as rank 1: the rows from each rank, and the totals."""
         counts_W, totals = wait_signals(
             self.flags[ME],
             self.epoch,
@@ -125,7 +135,7 @@ class Neighbourhood(NamedTuple):
         return counts_W.tolist(), totals.tolist()
 
     def arrive(self, source: int, num_rows: int, num_routes: int) -> Region:
-        """Write a header and a flag as a peer does; returns the region."""
+        """Write a header and a flag as a peer does, and return the region."""
         epoch = int(self.epoch)
         region = self.region(ME, source, epoch % 2)
         region.num_rows.as_strided((2,), (1,)).copy_(torch.tensor([num_rows, num_routes]))
@@ -134,6 +144,7 @@ class Neighbourhood(NamedTuple):
 
 
 def neighbourhood(epoch: int, width: int = 1) -> Neighbourhood:
+    """Three ranks in one process; arenas are full of 0xFF, flags are 0."""
     layout = MailboxLayout(
         num_ranks=RANKS, max_rows=MOST, num_slots=SLOTS, width=width, dtype=torch.float32
     )
@@ -147,7 +158,7 @@ def neighbourhood(epoch: int, width: int = 1) -> Neighbourhood:
 
 
 def run_alone(rank: Runtime, cases: list[Callable[[], None]]) -> None:
-    """In one of several processes of the interpreter."""
+    """Run cases in one of several processes of the interpreter."""
     if rank.rank == 0:
         for case in cases:
             case()

@@ -1,7 +1,8 @@
-"""``prepare`` with short options, silent unless a console is given."""
+"""``prepare`` with few options, and without output unless a console is given."""
 
 import io
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -12,8 +13,9 @@ from olmo_shard.data.prepare import PrepareOptions
 from olmo_shard.data.prepare import prepare as run_prepare
 
 
-def options(tmp_path: Path, **changes) -> PrepareOptions:
-    fields = {
+def options(tmp_path: Path, **changes: Any) -> PrepareOptions:
+    """Options with a trained BPE of 300 ids and a quarter of the documents for validation."""
+    fields: dict[str, Any] = {
         "out": tmp_path / "out",
         "tokenizer": None,
         "bpe_vocab_size": 300,
@@ -24,15 +26,17 @@ def options(tmp_path: Path, **changes) -> PrepareOptions:
 
 
 def prepare(files: list[InputFile], chosen: PrepareOptions, console: Console | None = None) -> Meta:
+    """Prepare files; returns the description of the folder."""
     return run_prepare(files, chosen, console or Console(quiet=True), Report())
 
 
 def found(*sources: Path) -> list[InputFile]:
+    """The files of sources, with the text in the field ``text``."""
     return find_files([str(source) for source in sources], "text", Report())
 
 
 def printed(files: list[InputFile], chosen: PrepareOptions) -> str:
-    """What prepare prints."""
+    """Prepare files; returns the output."""
     with io.StringIO() as stream:
         prepare(files, chosen, Console(file=stream, width=1000))
         return stream.getvalue()

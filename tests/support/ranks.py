@@ -135,3 +135,7 @@ def _serve(pipe: Any, rank: int, size: int, port: int) -> None:
                 pipe.send((None, case(place, *args)))
             except Exception:  # noqa: BLE001  (whatever a case raises fails its test)
                 pipe.send((traceback.format_exc(), None))
+
+
+StartRanks = Callable[[int], RankGroup]
+"""Type of the fixtures ``ranks`` and ``interpreted``: a running group of so many ranks."""

@@ -109,7 +109,7 @@ def logits_scale(model: Transformer) -> Tensor:
     the length of its row of the head. Each layer adds the rounding of one more hidden state.
     """
     width, layers = model.config.d_model, model.config.n_layers
-    return layers * width**0.5 * model._head_weight().detach().double().norm(dim=1)
+    return layers * width**0.5 * model.head_weight().detach().double().norm(dim=1)
 
 
 def _absolute(x: Tensor) -> Tensor:

@@ -6,17 +6,21 @@ import torch
 from torch import Tensor
 
 from olmo_shard.config import ModelConfig, OptimConfig, ParallelConfig
+from olmo_shard.data.labels import IGNORE_INDEX
 from olmo_shard.data.loader import MicroBatch
 from olmo_shard.distributed.runtime import Runtime
-from olmo_shard.nn.losses import IGNORE_INDEX
+from olmo_shard.nn import families
+from olmo_shard.nn.block import Block
 from olmo_shard.nn.moe import MoE
-from olmo_shard.nn.transformer import Block, Transformer
+from olmo_shard.nn.protocol import LanguageModel
+from olmo_shard.nn.transformer import Transformer
 from olmo_shard.optim.sharded import DistributedOptimizer
 from olmo_shard.parallel.apply import parallelize
 from olmo_shard.parallel.ddp import DDPModel
 from olmo_shard.parallel.expert import shard_experts
 from olmo_shard.parallel.shards import ParameterShard
-from olmo_shard.train.step import StepOutput, TrainStep
+from olmo_shard.train.step import TrainStep
+from olmo_shard.train.step_sums import StepOutput
 from tests.support.ranks import mesh_of
 
 SEQUENCES, LENGTH, VOCAB = 16, 12, 96
@@ -51,7 +55,7 @@ def model_config(router: dict[str, Any] | None = None, **changes: Any) -> ModelC
     return ModelConfig.model_validate(fields)
 
 
-def moe_layer(model: Transformer, index: int) -> MoE:
+def moe_layer(model: LanguageModel, index: int) -> MoE:
     block = model.blocks[index]
     assert isinstance(block, Block)
     assert isinstance(block.feed_forward, MoE)
@@ -59,8 +63,10 @@ def moe_layer(model: Transformer, index: int) -> MoE:
 
 
 def meta_model(config: ModelConfig) -> Transformer:
-    with torch.device("meta"):
-        return Transformer(config)
+    """A model of any family that is based on the transformer, without storage."""
+    model = families.meta_model(config)
+    assert isinstance(model, Transformer)
+    return model
 
 
 def global_batch(step: int, *, ignored: bool = True) -> tuple[Tensor, Tensor]:
@@ -138,7 +144,7 @@ def figures(output: StepOutput) -> tuple[float, float]:
 def owned(step: TrainStep) -> dict[str, list[tuple[int, list[float]]]]:
     """This rank's main weights: by name, (offset in the logical tensor, values) of each chunk."""
     found: dict[str, list[tuple[int, list[float]]]] = {}
-    for shard, main in mains(step).values():
+    for shard, main in main_weights(step).values():
         start = 0
         for offset, length in shard.chunks:
             values = main[start : start + length].tolist()
@@ -147,9 +153,16 @@ def owned(step: TrainStep) -> dict[str, list[tuple[int, list[float]]]]:
     return found
 
 
-def mains(step: TrainStep) -> dict[str, tuple[ParameterShard, Tensor]]:
+def main_weights(step: TrainStep) -> dict[str, tuple[ParameterShard, Tensor]]:
     """This rank's shards by name, with their main weights."""
-    return {s.name: (s, s.of(part.main)) for part in step.optimizer.slices for s in part.shards}
+    slices = step.optimizer.parallel_model.slices
+    return {shard.name: (shard, shard.of(s.main)) for s in slices for shard in s.shards}
+
+
+def optimizer_tensors(optimizer: DistributedOptimizer) -> list[Tensor]:
+    """Main weights and state of all slices of this rank, and the number of steps applied."""
+    tensors = [tensor for part in optimizer.slices for tensor in part.tensors().values()]
+    return [*tensors, optimizer.step_count]
 
 
 def assemble(parts: list[dict[str, list[tuple[int, list[float]]]]]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Small tokenizers of every kind that pretrained models use, trained on tricky fragments."""
+"""Small tokenizers of every kind that pretrained models use, trained on difficult fragments."""
 
 import random
 from collections.abc import Callable
@@ -35,7 +35,7 @@ FRAGMENTS = (
 
 
 def text_of(seed: int, fragments: int = 400) -> str:
-    """Words and marks in random order: what may join over a cut does so somewhere."""
+    """Words and marks in random order, so that every kind of join over a cut occurs."""
     generator = random.Random(seed)
     return "".join(
         generator.choice(FRAGMENTS) + generator.choice(("", " ", " ", "\n"))
@@ -44,27 +44,31 @@ def text_of(seed: int, fragments: int = 400) -> str:
 
 
 def trained(tokenizer: Tokenizer, trainer: trainers.Trainer) -> Tokenizer:
+    """Train a tokenizer on four texts and return it."""
     tokenizer.train_from_iterator([text_of(seed) for seed in range(4)], trainer)
     return tokenizer
 
 
-def bpe(pre_tokenizer, normalizer=None) -> Tokenizer:
+def bpe(pre_tokenizer: Any, normalizer: Any = None) -> Tokenizer:
+    """A BPE over bytes, of 500 ids."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizer
-    tokenizer.normalizer = normalizer  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.normalizer = normalizer
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     return trained(
         tokenizer, trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, **QUIET)
     )
 
 
-def split(pattern: str, behavior: str = "isolated", *before) -> Tokenizer:
+def split(pattern: str, behavior: str = "isolated", *before: Any) -> Tokenizer:
+    """A BPE whose pre-tokenizer splits by a pattern, after other pre-tokenizers."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     members = [*before, pre_tokenizers.Split(Regex(pattern), behavior), byte_level]
     return bpe(pre_tokenizers.Sequence(members))
 
 
 def deepseek() -> Tokenizer:
+    """DeepSeek's sequence of three splits."""
     before = (r"\p{N}{1,3}", "[一-龥\u3040-ゟ\u30a0-ヿ]+")
     return split(
         DEEPSEEK, "isolated", *(pre_tokenizers.Split(Regex(p), "isolated") for p in before)
@@ -72,6 +76,7 @@ def deepseek() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
+    """BERT's kind of tokenizer."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -80,7 +85,8 @@ def word_piece() -> Tokenizer:
     )
 
 
-def unigram(scheme: str, *members) -> Tokenizer:
+def unigram(scheme: Any, *members: Any) -> Tokenizer:
+    """T5's kind of tokenizer, with NFKC and further normalizers."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), *members])
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
@@ -91,12 +97,14 @@ def unigram(scheme: str, *members) -> Tokenizer:
 
 
 def word_level() -> Tokenizer:
+    """One id per word."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return trained(tokenizer, trainers.WordLevelTrainer(special_tokens=["[UNK]"], **QUIET))
 
 
 def llama_2() -> Tokenizer:
+    """Llama 2's kind of tokenizer, which has no pre-tokenizer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -105,11 +113,13 @@ def llama_2() -> Tokenizer:
 
 
 def with_added(**settings: bool) -> Tokenizer:
+    """A BPE with two added tokens that are not special."""
     tokenizer = bpe(pre_tokenizers.ByteLevel(add_prefix_space=False))
     tokenizer.add_tokens([AddedToken("quick", **settings), AddedToken("fox\n", normalized=False)])
     return tokenizer
 
 
+# Tokenizers that allow cuts, and tokenizers with which documents stay whole.
 CUT: dict[str, Callable[[], Tokenizer]] = {
     "byte-level": lambda: bpe(pre_tokenizers.ByteLevel(add_prefix_space=False)),
     "byte-level, prefix space": lambda: bpe(pre_tokenizers.ByteLevel(add_prefix_space=True)),

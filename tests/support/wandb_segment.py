@@ -1,4 +1,4 @@
-"""Reads a W&B segment (.wandb: LevelDB's log format, records of protobuf) as far as tests need."""
+"""Reading of W&B segments: LevelDB's log format with protobuf records, as far as tests need it."""
 
 import importlib
 import json
@@ -12,7 +12,7 @@ _WHOLE, _LAST = 1, 4
 
 
 def segment_rows(folder: Path | str) -> list[dict[str, Any]]:
-    """The history of a segment, one row per logged step."""
+    """Return the history of a segment, one row per logged step."""
     messages: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")  # has no types
 
     (path,) = Path(folder).glob("run-*.wandb")
@@ -27,12 +27,13 @@ def segment_rows(folder: Path | str) -> list[dict[str, Any]]:
 
 
 def segment_steps(folder: Path | str) -> list[int]:
+    """Return the steps of a segment."""
     return [row["_step"] for row in segment_rows(folder)]
 
 
 def _records(data: bytes) -> list[bytes]:
-    """Records of one or more chunks; no chunk crosses a block's end."""
-    found, parts, at = [], b"", _FILE_HEADER
+    """The records of a file. A record has one or more chunks, and no chunk crosses two blocks."""
+    records, parts, at = [], b"", _FILE_HEADER
     while at + _CHUNK_HEADER.size <= len(data):
         left = _BLOCK - at % _BLOCK
         if left < _CHUNK_HEADER.size:
@@ -43,6 +44,6 @@ def _records(data: bytes) -> list[bytes]:
         parts += data[at : at + length]
         at += length
         if kind in (_WHOLE, _LAST):
-            found.append(parts)
+            records.append(parts)
             parts = b""
-    return found
+    return records

@@ -1,4 +1,4 @@
-"""A local server that answers the W&B client's calls, and others that do not answer."""
+"""A local server that answers the W&B client, and servers that do not answer."""
 
 import gzip
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class WandBServer(ThreadingHTTPServer):
-    """Keeps the history of one run as W&B does: lines are stored at the offset they come with."""
+    """Server that stores the history of one run as W&B does: each line at the offset it names."""
 
     daemon_threads = True
 
@@ -25,26 +25,31 @@ class WandBServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
+        """Address of the server."""
         return f"http://127.0.0.1:{self.server_port}"
 
     @property
     def rows(self) -> list[dict[str, Any]]:
+        """The history, one row per step."""
         return [json.loads(line) for line in self.history]
 
     @property
     def steps(self) -> list[int]:
+        """The steps of the history."""
         return [row["_step"] for row in self.rows]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """The client closes connections as it likes."""
+        """Print nothing: the client closes connections at any time."""
 
     def stream(self, files: dict[str, Any]) -> None:
+        """Store lines of the history at their offset."""
         chunk = files.get("wandb-history.jsonl")
         if chunk:
             lines = chunk["content"]
             self.history[chunk["offset"] : chunk["offset"] + len(lines)] = lines
 
     def answer(self, query: str, variables: dict[str, Any]) -> Any:
+        """Answer a GraphQL query."""
         if "upsertBucket" in query:
             return {"upsertBucket": {"bucket": self._run(variables["name"]), "inserted": True}}
         if "RunResumeStatus" in query and self.history:
@@ -86,14 +91,17 @@ class _Handler(BaseHTTPRequestHandler):
         """Print nothing."""
 
     def do_GET(self) -> None:
+        """Answer the probe."""
         self._answer({})
 
     def do_PUT(self) -> None:
+        """Store the name of an uploaded file."""
         self._body()
         self.server.files.add(self.path.removeprefix("/put/"))
         self._answer({})
 
     def do_POST(self) -> None:
+        """Answer a GraphQL query, or store lines of the history."""
         body = self._body()
         answer: Any = {}
         if self.server.silent.is_set():
@@ -121,6 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def wandb_server() -> Iterator[WandBServer]:
+    """Run a server that answers."""
     server = WandBServer()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
@@ -134,7 +143,7 @@ def wandb_server() -> Iterator[WandBServer]:
 
 @contextmanager
 def silent_server() -> Iterator[str]:
-    """The address of a server that accepts connections and never answers."""
+    """Run a server that accepts connections and never answers; yields its address."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(64)
@@ -143,7 +152,7 @@ def silent_server() -> Iterator[str]:
 
 @contextmanager
 def closed_port() -> Iterator[str]:
-    """An address at which nothing listens, and which no other process can take meanwhile."""
+    """Yield an address without a server, which no other process can take meanwhile."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{held.getsockname()[1]}"

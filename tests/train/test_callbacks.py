@@ -78,12 +78,12 @@ def test_perplexity_is_null_where_it_is_no_number(loss, expected):
 @pytest.mark.parametrize(
     ("ending", "reason"),
     [
-        (lambda events: events.on_end(), "the start before reached its end, step 4"),
+        (lambda events: events.on_end(), "the previous start reached its end, step 4"),
         (
             lambda events: events.on_failure(ValueError("a b")),
-            "the start before failed at step 4: ValueError: a b",
+            "the previous start failed at step 4: ValueError: a b",
         ),
-        (lambda events: None, "the start before was ended from outside: it recorded no end"),
+        (lambda events: None, "the previous start was ended from outside: it recorded no end"),
     ],
 )
 def test_a_resume_says_from_where_with_which_layout_and_why(tmp_path, ending, reason):

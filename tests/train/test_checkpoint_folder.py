@@ -1,4 +1,4 @@
-"""Checkpoint folders appear whole or not at all. Runs in CI."""
+"""Checkpoint folders appear whole or not at all."""
 
 import json
 import os
@@ -30,7 +30,7 @@ SAVED_STATE = folders.SavedState(
 )
 
 
-def test_only_complete_checkpoints_count(tmp_path):
+def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     for step in (5, 20, 100):
         folders.commit(
             folders.begin(folders.folder_of(tmp_path, step)),
@@ -45,7 +45,9 @@ def test_only_complete_checkpoints_count(tmp_path):
     assert [p.name for p in folders.complete_checkpoints(tmp_path)] == names[1:]
 
 
-def test_a_kill_at_any_system_call_leaves_a_complete_checkpoint(tmp_path, monkeypatch):
+def test_a_kill_at_any_system_call_leaves_a_complete_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The only checkpoint is saved again, and dies at each of its file operations in turn."""
     final = folders.folder_of(tmp_path, 7)
     folders.commit(folders.begin(final), final, SAVED_STATE)
@@ -81,7 +83,7 @@ def test_a_kill_at_any_system_call_leaves_a_complete_checkpoint(tmp_path, monkey
     assert 5 < deaths < 20
 
 
-def test_a_state_of_another_format_or_none_is_refused(tmp_path):
+def test_a_state_of_another_format_or_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no such checkpoint, or not a complete one"):
         folders.read_state(tmp_path)
     whole = SAVED_STATE.model_dump()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from olmo_shard.distributed.runtime import Runtime
-from olmo_shard.train.step import StepOutput
+from olmo_shard.train.step_sums import StepOutput
 from tests.support.close import same_figures
 from tests.support.dispatch import TRANSPORTS
 from tests.support.tiny import build, model_config, moe_layer, train
@@ -40,21 +40,21 @@ def rows_case(rank: Runtime, parallel: dict[str, Any], micro: int) -> dict[str, 
     step = build(rank, model_config(), parallel, {"name": "sgd"})
     expert_parallel = parallel["expert_parallel"]
     layer = moe_layer(step.model, 1)
-    start, counted = layer.dispatcher.start, torch.zeros(expert_parallel)
+    dispatch, counted = layer.dispatcher.dispatch, torch.zeros(expert_parallel)
 
     def noted(x: Any, idx: torch.Tensor, weights: Any, layer: int) -> Any:
         if layer == 1:
             owners = idx // (8 // expert_parallel)
             for owner in range(expert_parallel):
                 counted[owner] += (owners == owner).any(dim=1).sum()
-        return start(x, idx, weights, layer)
+        return dispatch(x, idx, weights, layer)
 
-    layer.dispatcher.start = noted  # type: ignore[method-assign]
+    layer.dispatcher.dispatch = noted  # type: ignore[method-assign]
     output: StepOutput = train(step, rank, 1, micro)[0]
     return {
         "counted": counted.tolist(),
         "received": output.received_LN[0].tolist(),
-        "sent": float(output.sums.rows_sent_L[0]),
+        "sent": float(output.sums.layers["rows_sent"][0]),
     }
 
 

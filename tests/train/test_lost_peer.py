@@ -18,8 +18,8 @@ def lost_case(rank: Runtime) -> list[str]:
     step = build(rank, model_config(), {"expert_parallel": 2}, {"name": "sgd"})
     output = train(step, rank, 1, 4)[0]
     parallel_model = step.optimizer.parallel_model
-    assert parallel_model.connection is not None
-    parallel_model.check()
+    assert parallel_model.dispatcher_choice is not None
+    parallel_model.raise_if_peer_lost()
 
     def check() -> None:
         raise LostPeerError("rank 1 is missing")
@@ -29,7 +29,7 @@ def lost_case(rank: Runtime) -> list[str]:
 
     said = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallel_model.connection.dispatcher, "check", check)
+        patch.setattr(parallel_model.dispatcher_choice.dispatcher, "check", check)
         validation: Any = SimpleNamespace(name="some", batches=batches)
         for act in (
             lambda: step.skip_cause(output),

@@ -12,20 +12,26 @@ import torch
 from torch import Tensor
 
 from olmo_shard.config import SpikeConfig, load_config
+from olmo_shard.data.labels import IGNORE_INDEX
 from olmo_shard.data.loader import MicroBatch
-from olmo_shard.data.validation import open_validation
 from olmo_shard.distributed.runtime import Runtime
 from olmo_shard.errors import TrainingError
 from olmo_shard.experiment import run
-from olmo_shard.nn.losses import IGNORE_INDEX
 from olmo_shard.optim.spikes import SpikeFilter
 from olmo_shard.parallel.apply import parallelize
 from olmo_shard.train.evaluate import evaluate
 from olmo_shard.train.records import read_records
 from olmo_shard.train.step import TrainStep
-from tests.support.configs import write_config
+from tests.support.configs import validation_of, write_config
 from tests.support.ranks import RankGroup, mesh_of
-from tests.support.tiny import build, meta_model, model_config, train, window_of
+from tests.support.tiny import (
+    build,
+    meta_model,
+    model_config,
+    optimizer_tensors,
+    train,
+    window_of,
+)
 
 
 def without_labels(window: list[MicroBatch]) -> list[MicroBatch]:
@@ -37,9 +43,9 @@ def without_labels(window: list[MicroBatch]) -> list[MicroBatch]:
 def whole_state(step: TrainStep) -> list[Tensor]:
     """Copies of all that a step may move: weights, moments, Adam's t, bias, counts, filter."""
     optimizer, spikes = step.optimizer, step.spikes
-    optimizer.parallel_model.wait()
-    tensors = [*optimizer.exp_avgs, *optimizer.exp_avg_sqs, optimizer.step_count]
-    tensors += [part.main for part in optimizer.slices]
+    optimizer.parallel_model.wait_for_weights()
+    optimizer.parallel_model.release_gathered_weights()
+    tensors = optimizer_tensors(optimizer)
     tensors += [*step.model.parameters(), *step.model.buffers()]
     tensors += [] if spikes is None else [spikes.values, spikes.count]
     return [tensor.detach().clone() for tensor in tensors]
@@ -134,7 +140,7 @@ def evaluate_case(rank: Runtime, folder: str) -> dict[str, float | None]:
     config = config_of_single_tokens(Path(folder) / str(rank.rank))
     mesh = mesh_of(rank)
     parallel_model = parallelize(meta_model(config.model), mesh, config.parallel, seed=1)
-    return evaluate(parallel_model, open_validation(config), mesh)
+    return evaluate(parallel_model, validation_of(config), mesh)
 
 
 def test_a_validation_set_without_a_label_has_no_loss(ranks: Any, tmp_path: Path) -> None:

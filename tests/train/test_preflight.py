@@ -1,8 +1,11 @@
-"""How token rows would travel, said before anything starts. Runs in CI."""
+"""How token rows would travel, said before anything starts."""
+
+from pathlib import Path
 
 import pytest
 
-from olmo_shard.train import preflight
+from olmo_shard.parallel import rowwise_on_cpu
+from tests.support.commands import Main
 from tests.support.configs import write_config
 
 
@@ -14,8 +17,8 @@ from tests.support.configs import write_config
         (["model.moe=null", "model.n_dense_layers=0"], "# dispatch none: no experts\n"),
         (
             ["parallel.expert_parallel=2"],
-            "# dispatch rowwise where all ranks of a group are on one host: mailboxes of 2 slots x "
-            "1 peer(s) x 32 rows x 144 B = 9,344 bytes (9.1 KiB) a rank, 18,688 bytes (18.2 KiB) "
+            "# dispatch rowwise if all ranks of a group are on one host: mailboxes of 2 buffers x "
+            "1 peer(s) x 32 rows x 144 B = 9,344 bytes (9.1 KiB) per rank, 18,688 bytes (18.2 KiB) "
             "for 2 rank(s); 5,000,000 bytes (4.8 MiB) available here\n",
         ),
         (
@@ -30,8 +33,8 @@ from tests.support.configs import write_config
         ),
         (
             ["parallel.expert_parallel=2", "run.device=cuda"],
-            "# dispatch rowwise where the GPUs of a group reach each other: mailboxes of 2 slots x "
-            "1 peer(s) x 32 rows x 144 B = 9,344 bytes (9.1 KiB) a rank\n",
+            "# dispatch rowwise if the GPUs of a group reach each other: mailboxes of 2 buffers x "
+            "1 peer(s) x 32 rows x 144 B = 9,344 bytes (9.1 KiB) per rank\n",
         ),
         (
             ["parallel.expert_parallel=2", "run.device=cuda", "parallel.kernels=reference"],
@@ -40,8 +43,10 @@ from tests.support.configs import write_config
         ),
     ],
 )
-def test_a_check_says_how_rows_would_travel(tmp_path, main, monkeypatch, overrides, said):
-    monkeypatch.setattr(preflight, "available_memory", lambda: 5_000_000)
+def test_a_check_says_how_rows_would_travel(
+    tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch, overrides: list[str], said: str
+) -> None:
+    monkeypatch.setattr(rowwise_on_cpu, "available_memory", lambda: 5_000_000)
     code, printed = main("check", write_config(tmp_path), *overrides)
     assert code == 0, printed
     assert said in printed
@@ -49,9 +54,9 @@ def test_a_check_says_how_rows_would_travel(tmp_path, main, monkeypatch, overrid
 
 @pytest.mark.parametrize("command", ["check", "train"])
 def test_mailboxes_that_do_not_fit_are_refused_before_any_rank_starts(
-    tmp_path, main, monkeypatch, command
-):
-    monkeypatch.setattr(preflight, "available_memory", lambda: 10_000)
+    tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr(rowwise_on_cpu, "available_memory", lambda: 10_000)
     wanted = ["parallel.expert_parallel=2", "parallel.dispatch=rowwise", "--nproc", "2"]
     code, printed = main(command, write_config(tmp_path), *wanted)
     assert code == 2
@@ -63,7 +68,7 @@ def test_mailboxes_that_do_not_fit_are_refused_before_any_rank_starts(
 
 
 @pytest.mark.parametrize("command", ["check", "train"])
-def test_triton_on_a_cpu_is_refused(tmp_path, main, command):
+def test_triton_on_a_cpu_is_refused(tmp_path: Path, main: Main, command: str) -> None:
     code, printed = main(command, write_config(tmp_path), "parallel.kernels=triton")
     assert code == 2
     assert "parallel.kernels = triton needs a GPU, this is a run on cpu" in printed

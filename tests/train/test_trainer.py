@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from olmo_shard.config import load_config
-from olmo_shard.data.validation import open_validation
 from olmo_shard.distributed.runtime import Runtime
 from olmo_shard.nn.moe import MoE
 from olmo_shard.optim.sharded import DistributedOptimizer
@@ -15,7 +14,7 @@ from olmo_shard.parallel.apply import parallelize
 from olmo_shard.train.evaluate import evaluate
 from olmo_shard.train.state import seed_step
 from tests.support.close import same_figures
-from tests.support.configs import write_config
+from tests.support.configs import validation_of, write_config
 from tests.support.ranks import mesh_of
 from tests.support.tiny import build, meta_model, model_config, train
 
@@ -25,7 +24,7 @@ def evaluate_case(rank: Runtime, path: str, overrides: list[str]) -> dict[str, f
     mesh = mesh_of(rank, config.parallel.expert_parallel)
     parallel_model = parallelize(meta_model(config.model), mesh, config.parallel, seed=1)
     DistributedOptimizer(parallel_model, mesh, config.optim)
-    return evaluate(parallel_model, open_validation(config), mesh)
+    return evaluate(parallel_model, validation_of(config), mesh)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""W&B's real client against local servers: answering, silent, gone. Runs in CI."""
+"""W&B's real client against local servers: answering, silent, gone."""
 
 import io
 import os
@@ -27,7 +27,7 @@ EXPERTS = {"step": 3, "first_step": 1, "layers": [1], "counts": [[1, 3]]}
 
 
 @pytest.fixture(autouse=True)
-def _environment(monkeypatch, tmp_path) -> None:
+def _environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in os.environ:
         if name.startswith("WANDB_") or name == "NETRC":
             monkeypatch.delenv(name)
@@ -35,7 +35,7 @@ def _environment(monkeypatch, tmp_path) -> None:
 
 
 @pytest.fixture
-def server(monkeypatch) -> Iterator[WandBServer]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandBServer]:
     """A server that answers, whose address and key are in W&B's variables."""
     with wandb_server() as running:
         use(monkeypatch, running.url)
@@ -96,7 +96,7 @@ def sync(lines: list[tuple[str, str]], server: WandBServer, cwd: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_auto_is_online_and_a_resume_repeats_no_step(tmp_path, server):
+def test_auto_is_online_and_a_resume_repeats_no_step(tmp_path: Path, server: WandBServer) -> None:
     job = Job(tmp_path)
     tracker = job.start()
     job.steps(tracker, 1, 3)
@@ -130,7 +130,9 @@ def test_auto_is_online_and_a_resume_repeats_no_step(tmp_path, server):
 
 
 @pytest.mark.parametrize("place", [".netrc", ".config/wandb/settings"])
-def test_the_clients_files_hold_key_and_server(tmp_path, monkeypatch, place):
+def test_the_clients_files_hold_key_and_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
     """A key without a variable; W&B's client writes both files by itself."""
     with wandb_server() as server:
         host, key = server.url.removeprefix("http://"), "x" * 40
@@ -148,7 +150,7 @@ def test_the_clients_files_hold_key_and_server(tmp_path, monkeypatch, place):
         assert server.steps == [1, 2]
 
 
-def test_offline_segments_go_on_in_steps_and_are_uploaded_as_one_run(tmp_path):
+def test_offline_segments_go_on_in_steps_and_are_uploaded_as_one_run(tmp_path: Path) -> None:
     job = Job(tmp_path)
     lines: list[tuple[str, str]] = []
     for first, last in ((1, 4), (3, 6), (7, 8)):
@@ -169,7 +171,9 @@ def test_offline_segments_go_on_in_steps_and_are_uploaded_as_one_run(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["silent", "closed"])
-def test_a_server_that_never_answers_gives_an_offline_segment(tmp_path, monkeypatch, kind):
+def test_a_server_that_never_answers_gives_an_offline_segment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     """With WANDB_MODE=online, which asks no probe."""
     job = Job(tmp_path, "tracking.init_seconds=3")
     with silent_server() if kind == "silent" else closed_port() as url:
@@ -186,7 +190,9 @@ def test_a_server_that_never_answers_gives_an_offline_segment(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("note", [False, True])
-def test_a_server_that_falls_silent_stops_nothing_and_loses_nothing(tmp_path, server, note):
+def test_a_server_that_falls_silent_stops_nothing_and_loses_nothing(
+    tmp_path: Path, server: WandBServer, note: bool
+) -> None:
     """An alert holds up the client until it is killed; its last 15 s may not be on disk then."""
     job = Job(tmp_path, "tracking.finish_seconds=8")
     tracker = job.start()
@@ -208,7 +214,7 @@ def test_a_server_that_falls_silent_stops_nothing_and_loses_nothing(tmp_path, se
             assert later.steps == list(range(1, 201))
 
 
-def test_a_killed_run_leaves_a_segment_that_is_whole(tmp_path):
+def test_a_killed_run_leaves_a_segment_that_is_whole(tmp_path: Path) -> None:
     """The tracker process outlives the run's process only to finish."""
     code = (
         "import os, signal, sys, pathlib; from tests.train.test_wandb import *;"
@@ -225,7 +231,9 @@ def test_a_killed_run_leaves_a_segment_that_is_whole(tmp_path):
 
 
 @pytest.mark.parametrize("broken", ["setup", "init", "log", "finish"])
-def test_an_error_of_the_client_is_reported_once_and_ends_nothing(tmp_path, monkeypatch, broken):
+def test_an_error_of_the_client_is_reported_once_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
     (tmp_path / "wandb.py").write_text(BROKEN_CLIENT.format(broken=broken))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     job = Job(tmp_path)
@@ -263,7 +271,9 @@ setup, init, Settings = make("setup", SimpleNamespace(settings=settings)), make(
 """
 
 
-def test_a_client_that_takes_no_message_ends_tracking(tmp_path, monkeypatch):
+def test_a_client_that_takes_no_message_ends_tracking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "wandb.py").write_text("import time; time.sleep(1000)")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setattr(process, "_MOST_MESSAGES", 3)
@@ -274,7 +284,7 @@ def test_a_client_that_takes_no_message_ends_tracking(tmp_path, monkeypatch):
     assert job.printed.count("W&B stopped: 3 messages wait for W&B's client") == 1
 
 
-def test_a_disabled_tracker_says_nothing(tmp_path, monkeypatch):
+def test_a_disabled_tracker_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
     job = Job(tmp_path)
     tracker = job.start()
@@ -286,7 +296,7 @@ def test_a_disabled_tracker_says_nothing(tmp_path, monkeypatch):
 
 def wait_until_opened(tracker: WandB) -> None:
     while tracker._opened is None:
-        tracker._tell_news()
+        tracker._print_news()
         time.sleep(0.05)
 
 

@@ -1,4 +1,4 @@
-"""JSON Lines: one object per line. A JSON array or an object over several lines is refused."""
+"""Reading of JSON Lines: one object per line. Values over several lines are refused."""
 
 import io
 import json
@@ -8,23 +8,27 @@ from pathlib import Path
 from typing import Any
 
 from olmo_shard.data.documents.compression import READ_ERRORS, open_bytes
-from olmo_shard.data.documents.records import as_text, pick
+from olmo_shard.data.documents.record_fields import as_text, pick
 from olmo_shard.data.documents.report import BadInputError, Report
 from olmo_shard.data.documents.text import HEAD, require_text
 
 _NOT_UTF_8 = re.compile("[\udc80-\udcff]")
-"""What the error handler ``surrogateescape`` leaves in place of invalid bytes."""
+"""Characters by which the error handler ``surrogateescape`` replaces invalid bytes."""
 
 
 def json_documents(path: Path, compression: str, field: str, report: Report) -> Iterator[str]:
-    """The text field of each line that is not blank.
+    """Yield the text of each line that is not blank.
 
-    :raises BadInputError: naming the file where no line can be read, or after which line it ends.
+    :param compression: ``.gz``, ``.zst``, or nothing.
+    :param field: field that holds the text; dots lead into nested objects.
+    :raises BadInputError: if the file is not JSON Lines, or cannot be read beyond some line.
+    :raises DataError: for a bad line, unless the report skips bad input.
     """
     number, first = 0, True
     try:
         with open_bytes(path, compression) as file:
             require_text(file.peek(HEAD)[:HEAD], path)
+            # Invalid bytes are a fault of their line, so decoding must not stop at them.
             lines = io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape")
             for number, line in enumerate(lines, start=1):
                 line = line.lstrip("\ufeff")
@@ -41,7 +45,7 @@ def json_documents(path: Path, compression: str, field: str, report: Report) -> 
 
 
 def _require_lines(first_line: str, path: Path) -> None:
-    """:raises BadInputError: where the first line starts a value of several lines."""
+    """:raises BadInputError: if the first line begins a value of several lines."""
     start = first_line.strip()
     if start.startswith("["):
         raise BadInputError(
@@ -56,7 +60,7 @@ def _require_lines(first_line: str, path: Path) -> None:
 
 
 def _line_text(line: str, field: str, place: str, report: Report) -> str | None:
-    """The text of one line; ``None`` where the line is bad and bad input is skipped."""
+    """The text of one line; ``None`` if the line is bad and the report skips bad input."""
     try:
         return as_text(pick(_parse(line), field), field, place, report)
     except BadInputError as error:
@@ -65,6 +69,10 @@ def _line_text(line: str, field: str, place: str, report: Report) -> str | None:
 
 
 def _parse(line: str) -> Any:
+    """The JSON value of a line.
+
+    :raises BadInputError: if the line is not UTF-8 or not JSON.
+    """
     if not line.isascii() and _NOT_UTF_8.search(line):
         raise BadInputError("not UTF-8")
     try:

@@ -1,21 +1,23 @@
-"""Parquet: one document per row of a column of strings, or of bytes that are UTF-8."""
+"""Reading of Parquet: one document per row of a column of strings or UTF-8 bytes."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from olmo_shard.data.documents.compression import optional_module
-from olmo_shard.data.documents.records import as_text
+from olmo_shard.data.documents.record_fields import as_text
 from olmo_shard.data.documents.report import BadInputError, Report
 
 _ROWS = 64
-"""Rows that are decoded at once: few, since each row may be a long document."""
+"""Rows per batch: few, because a row may be a long document."""
 
 
 def parquet_documents(path: Path, field: str, report: Report) -> Iterator[str]:
-    """The text of each row; dots in the field's name lead into struct columns.
+    """Yield the text of each row.
 
-    :raises BadInputError: naming the file, the column and the row.
+    :param field: column that holds the text; dots lead into struct columns.
+    :raises BadInputError: if the file or the column cannot be read, or not beyond some row.
+    :raises DataError: for a bad row, unless the report skips bad input.
     """
     parquet, arrow = optional_module("pyarrow.parquet", path), optional_module("pyarrow", path)
     errors = (arrow.ArrowException, OSError)
@@ -38,10 +40,11 @@ def parquet_documents(path: Path, field: str, report: Report) -> Iterator[str]:
 
 
 def _inner_names(schema: Any, field: str, path: Path, arrow: Any) -> list[str]:
-    """Names that lead from the top column into its structs; none for a plain column.
+    """Names of the nested fields within the top-level column; none for a plain column.
 
-    :raises BadInputError: where the column is missing, or holds no text.
+    :raises BadInputError: if the column is missing or does not hold text.
     """
+    # A column whose name contains the dots wins over nested fields.
     names = [field] if field in schema.names else field.split(".")
     kind = arrow.struct(list(schema))
     for name in names:
@@ -58,17 +61,18 @@ def _inner_names(schema: Any, field: str, path: Path, arrow: Any) -> list[str]:
 
 
 def _column_names(fields: Any, arrow: Any, prefix: str = "") -> list[str]:
-    """Names of all columns, those inside of structs with dots."""
+    """Dotted names of all columns, those within structs included."""
     names: list[str] = []
-    for each in fields:
-        if arrow.types.is_struct(each.type):
-            names += _column_names(each.type, arrow, f"{prefix}{each.name}.")
+    for column in fields:
+        if arrow.types.is_struct(column.type):
+            names += _column_names(column.type, arrow, f"{prefix}{column.name}.")
         else:
-            names.append(prefix + each.name)
+            names.append(prefix + column.name)
     return names
 
 
 def _holds_text(kind: Any, arrow: Any) -> bool:
+    """Whether a column's type is a string or bytes, possibly dictionary-encoded."""
     types = arrow.types
     if types.is_dictionary(kind):
         kind = kind.value_type
@@ -80,7 +84,7 @@ def _holds_text(kind: Any, arrow: Any) -> bool:
 
 
 def _row_text(value: Any, inner: list[str], field: str, place: str, report: Report) -> str | None:
-    """The text of one row; ``None`` where the row is bad and bad input is skipped."""
+    """The text of one row; ``None`` if the row is bad and the report skips bad input."""
     try:
         try:
             content = value.as_py()

@@ -1,4 +1,4 @@
-"""Plain text: one document per file, and the check that bytes are text at all."""
+"""Reading of plain text, one document per file, and the test whether bytes are text."""
 
 import codecs
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 from olmo_shard.data.documents.compression import READ_ERRORS, open_bytes
 from olmo_shard.data.documents.report import REPLACED, BadInputError, Report
 
+# First bytes of binary formats.
 _SIGNATURES = {
     b"\x1f\x8b": "gzip data (give the file the ending .gz)",
     b"\x28\xb5\x2f\xfd": "zstd data (give the file the ending .zst)",
@@ -17,21 +18,23 @@ _SIGNATURES = {
     b"%PDF-": "a PDF document",
 }
 _PRINTABLE_SIGNATURES = (b"BZh", b"PAR1")
-"""Signatures that a text may start with; other bytes decide whether the file is text."""
+"""Signatures that a text may begin with. Only a NUL character shows that the file is binary."""
 _UTF_32 = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _LARGEST_INVALID_SHARE = 0.1
-"""Above this share of characters that are not UTF-8, the text is in another encoding."""
+"""Share of invalid characters above which a text is taken to be in another encoding."""
 HEAD = 1 << 16
-"""Bytes of a file's start that decide whether a structured file is text."""
+"""Bytes at the start of a JSON Lines file that are tested for text."""
 
 
 def read_text(path: Path, compression: str, report: Report) -> str:
-    """The whole file as one document; bytes that are not UTF-8 are replaced and counted.
+    """Return the whole file as one document.
 
-    A byte-order mark is removed, and every line end becomes ``\\n``.
+    Bytes that are not UTF-8 are replaced and counted, a byte-order mark is removed, and every line
+    end becomes ``\\n``.
 
-    :raises BadInputError: where the file cannot be read, or holds no UTF-8 text.
+    :param compression: ``.gz``, ``.zst``, or nothing.
+    :raises BadInputError: if the file cannot be read, or is not UTF-8 text.
     """
     try:
         with open_bytes(path, compression) as file:
@@ -41,7 +44,7 @@ def read_text(path: Path, compression: str, report: Report) -> str:
     require_text(content, path)
     text = content.decode("utf-8-sig", errors="replace")
     if "\ufffd" in text:
-        # The source itself may hold U+FFFD.
+        # The file itself may contain U+FFFD, which is not an invalid character.
         invalid = text.count("\ufffd") - content.count("\ufffd".encode())
         if invalid > _LARGEST_INVALID_SHARE * len(text):
             raise BadInputError(
@@ -54,10 +57,15 @@ def read_text(path: Path, compression: str, report: Report) -> str:
 
 
 def require_text(content: bytes, path: Path) -> None:
-    """:raises BadInputError: where the bytes are a known binary format, UTF-16, or hold NULs."""
+    """Check that bytes can be UTF-8 text.
+
+    :param path: file of the bytes, for the message.
+    :raises BadInputError: for a known binary format, UTF-16, UTF-32, or NUL characters.
+    """
     if content.startswith((*_UTF_32, *_UTF_16)):
         width = 32 if content.startswith(_UTF_32) else 16
         raise BadInputError(f"{path}: {_other_encoding(width)}")
+    # Some signatures are printable, and a text may begin with them: only a NUL makes it binary.
     has_nul = b"\x00" in content
     for signature, name in _SIGNATURES.items():
         if content.startswith(signature) and (has_nul or signature not in _PRINTABLE_SIGNATURES):
@@ -71,6 +79,7 @@ def require_text(content: bytes, path: Path) -> None:
 
 
 def _other_encoding(width: int) -> str:
+    """A clause about text in UTF-16 or UTF-32."""
     return (
         f"UTF-{width} text; only UTF-8 is read: convert it, for example with "
         f"iconv -f UTF-{width} -t UTF-8"
@@ -78,4 +87,5 @@ def _other_encoding(width: int) -> str:
 
 
 def _reason(error: Exception) -> str:
+    """The operating system's reason, or the text of the error."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -1,16 +1,19 @@
-"""A symmetric heap of GPUs, on one host or many: NVSHMEM, by way of nvshmem4py.
+"""A symmetric heap of the GPUs of one host or of many: NVSHMEM through nvshmem4py.
 
-[Note: NVSHMEM] NVSHMEM can be initialised once in a process: finalised, it keeps its connections
-to the same processes. So it is initialised over the ranks of the heap's group alone, and a process
-makes at most one heap of this kind in its life; then the memory is as symmetric as the group, and
-no other rank takes part in making or closing it. PE numbers then are ranks of the group. They are
-asked for and exchanged nevertheless: where a kernel sends rows depends on them alone.
+Shape letters: W ranks of the group.
 
-[Note: all or none] Allocating, freeing and finalising are collective in NVSHMEM, without a time
-limit: a rank that goes in alone waits for ever. So what a rank can find missing by itself is looked
-for, and agreed on, before the group goes in: packages, bitcode, versions, room on the GPU. Where
-NVSHMEM fails inside on one rank nevertheless, memory is not freed piece by piece, for another rank
-may have none: finalising gives all of it back.
+[Note: NVSHMEM] A process can initialise NVSHMEM once: after it is finalised, NVSHMEM keeps its
+connections to the same processes. So NVSHMEM is initialised over the ranks of the heap's group
+alone, and a process creates at most one heap of this kind. The memory is then symmetric over the
+group, and no other rank takes part in creating or closing it. PE numbers should equal the ranks of
+the group. They are read and exchanged nevertheless, since they alone decide where a kernel sends
+rows.
+
+[Note: all or none] Allocating, freeing and finalising are collective in NVSHMEM and have no
+timeout: a rank that calls them alone waits forever. So each rank first checks what it can check by
+itself (packages, bitcode, versions, free memory on the GPU), and the ranks agree on the result
+before any of them calls NVSHMEM. If NVSHMEM then fails on one rank only, memory is not freed piece
+by piece, since another rank may have none. Finalising gives all of it back.
 """
 
 from collections.abc import Iterator
@@ -22,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from olmo_shard.dispatch.heap.device import DeviceHeap
 from olmo_shard.dispatch.heap.nvshmem_library import (
     NvshmemLibrary,
     check_host_library,
@@ -31,39 +33,40 @@ from olmo_shard.dispatch.heap.nvshmem_library import (
     refusal,
 )
 from olmo_shard.dispatch.heap.nvshmem_modules import ModuleHook
+from olmo_shard.dispatch.heap.symmetric_heap import GpuHeap
 from olmo_shard.distributed.agree import on_every_rank, on_first_rank
 from olmo_shard.distributed.collectives import gather_objects
 from olmo_shard.distributed.host_memory import format_bytes
 from olmo_shard.errors import HeapError
 
 _ALIGNMENT = 128
-"""Of arena, flags and staging, in bytes: a line of the GPU's cache."""
+"""Alignment in bytes of arena, flags and staging: one line of the GPU's cache."""
 _FLAG_BYTES = 8
 _OLDEST_CAPABILITY = (7, 0)
 _NOT_INITIALIZED = 0
-"""What ``nvshmemx_init_status`` gives in a process that has not used NVSHMEM yet."""
+"""What ``nvshmemx_init_status`` returns in a process that has not used NVSHMEM yet."""
 
 
 def unsupported(device: torch.device) -> str | None:
-    """Why this rank cannot have such a heap; null if nothing is missing. Allocates nothing."""
+    """Why this rank cannot have such a heap; ``None`` if nothing is missing. Allocates nothing."""
     if device.type != "cuda":
         return f"NVSHMEM is for GPUs, this is a run on {device.type}"
     try:
-        _found(device)
+        _installed_for(device)
     except HeapError as error:
         return str(error)
     return None
 
 
-class NvshmemHeap(DeviceHeap):
-    """See [Note: NVSHMEM] and the interface.
+class NvshmemHeap(GpuHeap):
+    """See :class:`GpuHeap` and [Note: NVSHMEM]. Creating it is collective over the group.
 
-    :param group: the ranks; collective over them. It must outlive the heap.
+    :param group: the ranks. The group must outlive the heap.
     :param device: this rank's GPU.
-    :param arena_bytes: of each rank.
-    :param num_flags: of each rank.
-    :raises HeapError: on every rank, where one of them lacks a package, a GPU that NVSHMEM
-        supports, or room; or where NVSHMEM was used in this process before.
+    :param arena_bytes: bytes of the arena of each rank.
+    :param num_flags: number of flags of each rank.
+    :raises HeapError: on every rank, if one of them lacks a package, a GPU that NVSHMEM supports,
+        or free memory, or has used NVSHMEM before.
     """
 
     def __init__(
@@ -72,37 +75,41 @@ class NvshmemHeap(DeviceHeap):
         self.rank, self.size = group.rank(), group.size()
         self._group, self._device = group, device
         self._nvshmem, self.bitcode = on_every_rank(group, lambda: _ready(device))
+        # 1. What one rank can find missing by itself is already agreed on: see [Note: all or none].
         flags_at = _aligned(arena_bytes)
         flags_end = flags_at + num_flags * _FLAG_BYTES
+        # 2. The collective part. If it fails, ``undo`` gives back what there is.
         with ExitStack() as undo:
             self._initialise(undo)
             pes = self._exchange_pes()
             memory = self._allocate(flags_end, undo)
             addresses = [self._address(memory, pe) for pe in pes]
-            self.far = tuple(rank for rank, each in enumerate(addresses) if not each)
-            anyone_far = any(gather_objects(bool(self.far), group))
-            self.staging = self._allocate(arena_bytes, undo) if anyone_far else None
+            self.remote_ranks = tuple(rank for rank, at in enumerate(addresses) if not at)
+            # Allocating is collective, so one remote pair gives every rank a staging buffer.
+            any_remote = any(gather_objects(bool(self.remote_ranks), group))
+            self.staging = self._allocate(arena_bytes, undo) if any_remote else None
+            # 3. The tables of addresses that kernels read.
             self.pes = torch.tensor(pes, dtype=torch.int32, device=device)
             self.arena_ptrs = torch.tensor(addresses, dtype=torch.int64, device=device)
-            flag_addresses = [each + flags_at if each else 0 for each in addresses]
+            flag_addresses = [at + flags_at if at else 0 for at in addresses]
             self.flag_ptrs = torch.tensor(flag_addresses, dtype=torch.int64, device=device)
             self.arena = memory[:arena_bytes]
             self.flags = memory[flags_at:flags_end].view(torch.int64)
             self._closing = undo.pop_all()
 
     def close(self) -> None:
-        """Free the memory and finalise NVSHMEM; collective, before the process group goes.
+        """Free the memory and finalise NVSHMEM; collective, while the process group exists.
 
-        Closed already, it does nothing.
+        Calling it again does nothing.
         """
         if not hasattr(self, "arena"):
             return
         del self.arena, self.flags, self.arena_ptrs, self.flag_ptrs, self.staging, self.pes
         torch.cuda.synchronize(self._device)
-        # A rank that is gone is an error here; inside NVSHMEM it would be waited for without end.
+        # A lost rank is an error here; NVSHMEM itself would wait for it forever.
         gather_objects(None, self._group)
         with _explained(self._nvshmem, "give its memory back"):
-            self._nvshmem.bindings.barrier_all()  # completes what is still on its way (quiet)
+            self._nvshmem.bindings.barrier_all()  # completes the puts that are in flight (quiet)
             self._closing.close()
 
     def _initialise(self, undo: ExitStack) -> None:
@@ -110,6 +117,7 @@ class NvshmemHeap(DeviceHeap):
         uid = on_first_rank(self._group, lambda: _unique_id(self._nvshmem))
 
         def init() -> None:
+            """Initialise NVSHMEM over the ranks of the group."""
             with _explained(self._nvshmem, "initialise"):
                 gpu = self._nvshmem.gpu(self._device.index)
                 gpu.set_current()
@@ -122,6 +130,7 @@ class NvshmemHeap(DeviceHeap):
                 )
 
         on_every_rank(self._group, init)
+        # Callbacks run in reverse: modules are finalised before NVSHMEM is.
         undo.callback(core.finalize)
         hook = ModuleHook(bindings.cumodule_init, bindings.cumodule_finalize)
         undo.callback(hook.close)
@@ -129,14 +138,14 @@ class NvshmemHeap(DeviceHeap):
     def _exchange_pes(self) -> list[int]:
         """The PE of each rank.
 
-        :raises HeapError: alike on every rank, where NVSHMEM knows other processes than the group.
+        :raises HeapError: on every rank, if NVSHMEM runs over other processes than the group.
         """
         core = self._nvshmem.core
-        found = gather_objects((int(core.my_pe()), int(core.n_pes())), self._group)
-        pes = [pe for pe, _ in found]
-        if sorted(pes) != list(range(self.size)) or {n for _, n in found} != {self.size}:
+        gathered = gather_objects((int(core.my_pe()), int(core.n_pes())), self._group)
+        pes, num_pes = [pe for pe, _ in gathered], [number for _, number in gathered]
+        if sorted(pes) != list(range(self.size)) or set(num_pes) != {self.size}:
             raise refusal(
-                f"the {self.size} ranks of the group see PEs {pes} of {[n for _, n in found]}: "
+                f"the {self.size} ranks of the group see PEs {pes} of {num_pes}: "
                 "NVSHMEM was initialised over other processes"
             )
         return pes
@@ -146,27 +155,28 @@ class NvshmemHeap(DeviceHeap):
         on_every_rank(self._group, lambda: _check_room(self._device, num_bytes))
 
         def allocate() -> Tensor:
+            """Allocate symmetric memory and zero it."""
             with _explained(self._nvshmem, f"allocate {format_bytes(num_bytes)}"):
                 memory = self._nvshmem.core.tensor((num_bytes,), dtype=torch.uint8)
                 memory.zero_()
                 torch.cuda.synchronize(self._device)
                 return memory
 
-        # That all have agreed is the barrier: no rank puts before every rank's memory is zero.
+        # The agreement is also a barrier: no rank puts before every rank's memory is zero.
         memory = on_every_rank(self._group, allocate)
         undo.callback(self._nvshmem.core.free_tensor, memory)
         assert memory.data_ptr() % _ALIGNMENT == 0
         return memory
 
     def _address(self, memory: Tensor, pe: int) -> int:
-        """Where this process's kernels reach a PE's memory; 0 if they cannot."""
-        # The bindings' pointer, not core.get_peer_tensor: that raises one error for whatever goes
-        # wrong, and given the own PE it counts a reference that keeps the memory from being freed.
+        """Address at which this process's kernels reach a PE's memory; 0 if they cannot."""
+        # Not core.get_peer_tensor: it raises the same error for every cause, and for this rank's PE
+        # it counts a reference that keeps the memory from being freed.
         return int(self._nvshmem.bindings.ptr(memory.data_ptr(), pe))
 
 
 class _Nvshmem(NamedTuple):
-    """What is used of nvshmem4py; it has no type stubs."""
+    """The modules of nvshmem4py that are used here. They have no type stubs."""
 
     core: Any
     bindings: Any
@@ -174,7 +184,7 @@ class _Nvshmem(NamedTuple):
     """``cuda.core.Device``."""
 
 
-def _found(device: torch.device) -> tuple[NvshmemLibrary, str]:
+def _installed_for(device: torch.device) -> tuple[NvshmemLibrary, str]:
     """The installed NVSHMEM, and the path of its bitcode for a GPU."""
     library = installed_library(torch.version.cuda)
     capability = torch.cuda.get_device_capability(device)
@@ -185,8 +195,8 @@ def _found(device: torch.device) -> tuple[NvshmemLibrary, str]:
 
 
 def _ready(device: torch.device) -> tuple[_Nvshmem, str]:
-    """NVSHMEM, loaded and not yet initialised, and its bitcode."""
-    library, bitcode = _found(device)
+    """NVSHMEM, loaded and not yet initialised, and the path of its bitcode."""
+    library, bitcode = _installed_for(device)
     try:
         nvshmem = _Nvshmem(
             import_module("nvshmem.core"),
@@ -227,7 +237,7 @@ def _aligned(num_bytes: int) -> int:
 
 @contextmanager
 def _explained(nvshmem: _Nvshmem, what: str) -> Iterator[None]:
-    """Errors of nvshmem4py, of its bindings, of the loader and of CUDA, as HeapError."""
+    """Raise errors of nvshmem4py, its bindings, the loader and CUDA as HeapError."""
     core, bindings = nvshmem.core, nvshmem.bindings
     try:
         yield

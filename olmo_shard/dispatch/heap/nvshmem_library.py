@@ -1,14 +1,14 @@
-"""Where NVSHMEM lies: host library and device bitcode of one installed wheel.
+"""Finds NVSHMEM: the host library and the device bitcode of one installed wheel.
 
-[Note: one wheel] Kernels link the device bitcode, processes load the host library, and both read
+[Note: one wheel] Kernels link the device bitcode, and processes load the host library. Both read
 one structure, the device state, whose layout changes between releases (776 bytes in 3.4.5, 848 in
-3.8.0). So the bitcode is the one beside the host library of the installed wheel, and the host
-library that is loaded must be of that wheel's version: another one may come first on the loader's
-path, or be in the process already. Nothing here imports CUDA.
+3.8.0). So the bitcode must be the one next to the host library of the installed wheel. The host
+library that is loaded must have the wheel's version: another one may come first on the loader's
+path, or may be loaded already. Nothing in this file imports CUDA.
 
-Wheels up to 3.6 hold one bitcode for all GPUs, ``libnvshmem_device.bc``; later ones hold one for
-each architecture, ``libnvshmem_device_sm_90.bc``, which serves the rest of its family: those of the
-same major number, from its own on.
+Wheels up to 3.6 hold one bitcode for all GPUs, ``libnvshmem_device.bc``. Later wheels hold one for
+each architecture, such as ``libnvshmem_device_sm_90.bc``. It serves all GPUs of the same major
+number whose minor number is not lower.
 """
 
 import re
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from olmo_shard.errors import HeapError
 
 _CUDA_MAJORS = ("12", "13")
-"""Of which there are wheels; all of them install into one folder."""
+"""Major versions of CUDA with wheels. All wheels install into the same folder."""
 _SINGLE = "libnvshmem_device.bc"
 
 
@@ -27,28 +27,30 @@ class NvshmemLibrary(NamedTuple):
     """An installed wheel of NVSHMEM."""
 
     folder: Path
-    """Holds host library and bitcode."""
+    """Holds the host library and the bitcode."""
     package: str
     version: str
 
 
 def refusal(problem: str) -> HeapError:
-    """The error for ``problem``, with the way to train without NVSHMEM."""
+    """The error for a problem. Its text also says how to train without NVSHMEM."""
     return HeapError(f"{problem}; on one host, parallel.symmetric_heap: torch needs no NVSHMEM")
 
 
 def installed_library(cuda: str | None) -> NvshmemLibrary:
     """The wheel of NVSHMEM that fits torch.
 
-    :param cuda: version of CUDA that torch is built with, ``torch.version.cuda``.
-    :raises HeapError: where a package is missing, is for another CUDA, or lacks its host library.
+    :param cuda: version of CUDA with which torch is built, ``torch.version.cuda``.
+    :raises HeapError: if a package is missing, is for another CUDA, or lacks its host library.
     """
     if cuda is None:
         raise refusal("NVSHMEM needs a torch built with CUDA, and this one is built without")
+    # 1. The wheel must be for torch's CUDA, and no other wheel may share its folder.
     major = cuda.partition(".")[0]
     package = f"nvidia-nvshmem-cu{major}"
     wheel, bindings = _installed(package), _installed(f"nvshmem4py-cu{major}")
     others = [f"nvidia-nvshmem-cu{other}" for other in _CUDA_MAJORS if other != major]
+    # A wheel for another CUDA overwrites files of this one: they share a folder.
     foreign = [other for other in others if _installed(other)]
     if wheel is None:
         instead = f", only {', '.join(foreign)}" if foreign else ""
@@ -61,6 +63,7 @@ def installed_library(cuda: str | None) -> NvshmemLibrary:
             f"{package} and {', '.join(foreign)} are both installed, into one folder: uninstall "
             f"both, then {_install(major)}"
         )
+    # 2. The bindings, and the library itself.
     if bindings is None:
         raise refusal(f"nvshmem4py-cu{major} is not installed: {_install(major)}")
     folder = Path(str(wheel.locate_file("nvidia/nvshmem/lib")))
@@ -73,11 +76,13 @@ def installed_library(cuda: str | None) -> NvshmemLibrary:
 
 
 def find_bitcode(folder: Path, capability: tuple[int, int]) -> Path:
-    """The device bitcode for a GPU: of its architecture, of a lower one of its family, or for all.
+    """The device bitcode for a GPU.
 
-    :param folder: of the host library.
+    It is for the GPU's architecture, for a lower one of the same major number, or for all GPUs.
+
+    :param folder: folder of the host library.
     :param capability: compute capability of the GPU, major and minor.
-    :raises HeapError: where there is none.
+    :raises HeapError: if there is none.
     """
     major, minor = capability
     names = [f"libnvshmem_device_sm_{major}{lower}.bc" for lower in range(minor, -1, -1)]
@@ -95,10 +100,10 @@ def find_bitcode(folder: Path, capability: tuple[int, int]) -> Path:
 
 
 def check_host_library(library: NvshmemLibrary, loaded: str) -> None:
-    """See [Note: one wheel].
+    """Check that the loaded host library is the wheel's: see [Note: one wheel].
 
-    :param loaded: version that the host library in this process gives itself.
-    :raises HeapError: where it is not the wheel's.
+    :param loaded: version that the host library in this process reports.
+    :raises HeapError: if it is not the wheel's version.
     """
     if _release(loaded) != _release(library.version):
         raise refusal(
@@ -122,5 +127,5 @@ def _install(major: str) -> str:
 
 
 def _release(version: str) -> list[int]:
-    """Major, minor, patch."""
+    """Major, minor and patch number."""
     return [int(number) for number in re.findall(r"\d+", version)[:3]]

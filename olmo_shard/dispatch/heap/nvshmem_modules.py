@@ -1,12 +1,12 @@
-"""Tells NVSHMEM of the kernels that Triton loads.
+"""Initialises NVSHMEM in the kernels that Triton loads.
 
-[Note: module state] A kernel that calls NVSHMEM carries a device state, the symbol
-``nvshmemi_device_state_d``, which the host must fill once after the module is loaded
-(``nvshmemx_cumodule_init``); without it the kernel's first call is an illegal access, or worse,
-none that is seen. Triton loads a module at the first launch of a compiled kernel, whether it was
-compiled or taken from the cache, and then calls the hooks in
-``triton.knobs.runtime.kernel_load_end_hook``; from 3.8 on it also unloads modules, and calls
-``kernel_unload_hook`` first. Before that a module stays loaded, so its handle is never used again.
+[Note: module state] A kernel that calls NVSHMEM contains a device state, the symbol
+``nvshmemi_device_state_d``. The host must fill it once after the module is loaded
+(``nvshmemx_cumodule_init``). Otherwise the kernel's first call is an illegal access, which may go
+unnoticed. Triton loads a module at the first launch of a kernel, whether it has compiled the kernel
+or found it in its cache, and then calls the hooks in ``triton.knobs.runtime.kernel_load_end_hook``.
+From 3.8 on Triton also unloads modules, and calls ``kernel_unload_hook`` first. Earlier versions
+keep every module loaded, so the handle of a module is never used again.
 """
 
 from collections.abc import Callable
@@ -19,10 +19,11 @@ _STATE = b"nvshmemi_device_state_d"
 
 
 class ModuleHook:
-    """Initialises each module that holds NVSHMEM's state, until it is closed.
+    """Initialises each loaded module that contains NVSHMEM's state, until the hook is closed.
 
-    :param init: takes the handle of a CUmodule, returns 0 if it could be initialised.
-    :param finalize: the same for one that is unloaded, or still there when the hook is closed.
+    :param init: initialises a module, given the handle of its CUmodule; returns 0 on success.
+    :param finalize: finalises a module that is unloaded, or that is still loaded when the hook is
+        closed; returns 0 on success.
     """
 
     def __init__(self, init: Callable[[int], int], finalize: Callable[[int], int]) -> None:
@@ -33,14 +34,15 @@ class ModuleHook:
             chain.add(hook)
 
     def close(self) -> None:
-        """Before NVSHMEM is finalised.
+        """Finalise all modules. Must be called before NVSHMEM is finalised.
 
-        :raises HeapError: where NVSHMEM does not let a module go.
+        :raises HeapError: if NVSHMEM cannot finalise a module.
         """
         for chain, hook in self._chains:
             chain.remove(hook)
+        # Modules of earlier Tritons are never unloaded, so they are finalised here.
         for module in list(self._modules):
-            self._let_go(module)
+            self._finalize_module(module)
 
     def _loaded(
         self,
@@ -50,8 +52,12 @@ class ModuleHook:
         metadata_group: dict[str, str],
         hash: str,
     ) -> None:
-        """:raises HeapError: where NVSHMEM refuses the module; so it ends the launch."""
+        """Initialise a module that Triton has loaded.
+
+        :raises HeapError: if NVSHMEM refuses the module, which ends the kernel's launch.
+        """
         assert isinstance(module, int), f"Triton's handle of {name} is {module!r}"
+        # Triton may load a kernel twice; modules without the state know nothing of NVSHMEM.
         if module in self._modules or not _holds_state(metadata_group):
             return
         if status := self._init(module):
@@ -63,9 +69,9 @@ class ModuleHook:
 
     def _unloaded(self, module: object | None, *_: object) -> None:
         if isinstance(module, int) and module in self._modules:
-            self._let_go(module)
+            self._finalize_module(module)
 
-    def _let_go(self, module: int) -> None:
+    def _finalize_module(self, module: int) -> None:
         name = self._modules.pop(module)
         if status := self._finalize(module):
             raise refusal(
@@ -75,7 +81,7 @@ class ModuleHook:
 
 
 def _chains(loaded: Callable[..., None], unloaded: Callable[..., None]) -> list[tuple[Any, Any]]:
-    """Triton's chains of hooks, each with the hook for it."""
+    """Triton's chains of hooks, each with the hook to add to it."""
     from triton import knobs
 
     chains: list[tuple[Any, Any]] = [(knobs.runtime.kernel_load_end_hook, loaded)]
@@ -86,9 +92,10 @@ def _chains(loaded: Callable[..., None], unloaded: Callable[..., None]) -> list[
 
 
 def _holds_state(metadata_group: dict[str, str]) -> bool:
-    """
-    :param metadata_group: paths of a kernel's files in Triton's cache, by name. The text is missing
-        where Triton is told to keep binaries alone; the symbol is in the cubin, too.
+    """Whether a kernel contains NVSHMEM's device state.
+
+    :param metadata_group: paths of a kernel's files in Triton's cache, by name. The PTX is missing
+        if Triton is set to keep binaries only; the cubin contains the symbol as well.
     """
     paths = [path for name, path in metadata_group.items() if name.endswith((".ptx", ".cubin"))]
     return any(_STATE in Path(path).read_bytes() for path in paths)

@@ -1,15 +1,15 @@
-"""A symmetric heap of the ranks of one host, for CPUs: anonymous shared memory.
+"""A symmetric heap for CPUs: anonymous shared memory of the ranks of one host.
 
-Each rank makes its arena by ``memfd_create``; its peers open it through /proc/PID/fd and map it, so
-a put is a plain store. The memory has no name: it is gone with the last process that maps it,
-whatever ends them, and the size of /dev/shm does not matter.
+Each rank creates its arena by ``memfd_create``. Its peers open the arena through /proc/PID/fd and
+map it, so a put is a plain store. The memory has no name. The kernel frees it with the last process
+that maps it, however the processes end. The size of /dev/shm does not matter.
 
-[Note: release and acquire] On x86-64 stores become visible in program order, but for the streaming
-stores that a memory copy may use, and loads are not reordered with older loads. So a release is a
-full fence, then a plain aligned 64-bit store; an acquire is a plain load. Taking a lock is the
-fence: the locked instruction in it also completes streaming stores (Intel SDM vol. 3A, 11.2.2 and
-13.3). Copies made by torch's worker threads come before the end of the operation, which the caller
-waits for. On processors with weaker order this would be wrong, so there the heap is refused.
+[Note: release and acquire] On x86-64 stores become visible in program order, except for the
+streaming stores that a memory copy may use. Loads are not reordered with older loads. So a release
+is a full fence followed by a plain aligned 64-bit store, and an acquire is a plain load. Taking a
+lock is the fence: its locked instruction also completes streaming stores (Intel SDM vol. 3A, 11.2.2
+and 13.3). Copies by torch's worker threads are complete when the operation returns. On processors
+with a weaker memory order this would be wrong, so the heap is refused there.
 """
 
 import mmap
@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from olmo_shard.dispatch.heap.base import SymmetricHeap
+from olmo_shard.dispatch.heap.symmetric_heap import CpuHeap
 from olmo_shard.distributed.agree import on_every_rank
 from olmo_shard.distributed.collectives import gather_objects
 from olmo_shard.distributed.long_waits import long_waits
@@ -37,14 +37,15 @@ from olmo_shard.errors import HeapError, LostPeerError
 
 _FLAG_BYTES = 8
 _SPIN_SECONDS = 0.002
-"""How long a wait only yields its core; then it sleeps between looks."""
+"""A wait polls for this long and only yields its core. After that it sleeps between polls."""
 _SLEEP_SECONDS = (50e-6, 2e-3)
-"""First and longest sleep between two looks."""
+"""First and longest sleep between two polls."""
 _DEATH_CHECK_SECONDS = 0.1
+"""Time between two checks whether the peers' processes still run."""
 
 
 def unsupported() -> str | None:
-    """Why this machine cannot have such a heap; null if it can."""
+    """Why this machine cannot have such a heap; ``None`` if it can."""
     machine = platform.machine()
     if sys.platform != "linux" or machine not in ("x86_64", "AMD64"):
         return f"it needs Linux on x86-64, this is {sys.platform} on {machine}"
@@ -53,14 +54,14 @@ def unsupported() -> str | None:
     return None
 
 
-class SharedMemoryHeap(SymmetricHeap):
-    """See [Note: heap].
+class SharedMemoryHeap(CpuHeap):
+    """See [Note: heap] in ``symmetric_heap.py``. Creating it is collective over the group.
 
-    :param group: ranks that share a host and a process namespace; collective over them.
-    :param arena_bytes: of each rank.
-    :param num_flags: of each rank.
-    :param timeout: how long a wait may take.
-    :raises HeapError: on every rank, where one of them cannot make or map an arena.
+    :param group: ranks that share a host and a process namespace.
+    :param arena_bytes: bytes of the arena of each rank.
+    :param num_flags: number of flags of each rank.
+    :param timeout: longest time that a wait may take.
+    :raises HeapError: on every rank, if one of them cannot create or map an arena.
     """
 
     def __init__(
@@ -71,23 +72,29 @@ class SharedMemoryHeap(SymmetricHeap):
         self._me = f"rank {self._global_ranks[self.rank]}"
         flag_bytes = -(-num_flags * _FLAG_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
         total = flag_bytes + arena_bytes
+        # 1. Each rank creates its memory; 2. each rank maps the memory of all ranks.
         with ExitStack() as descriptors:
             arena = on_every_rank(group, lambda: _allocate(total, descriptors))
             places = gather_objects((os.getpid(), arena), group)
             self._pids = [pid for pid, _ in places]
             self._maps = on_every_rank(group, lambda: [_map(*place, total) for place in places])
-        # Only mappings are left (CPython's keep a descriptor each): memory goes with the last one.
-        self._flags = [memoryview(each)[:flag_bytes].cast("q") for each in self._maps]
-        self.arenas = [_tensor(each, flag_bytes, arena_bytes) for each in self._maps]
+        # 3. The views of flags and arenas.
+        # Only the mappings are left (a mapping of CPython keeps a descriptor of its own), so the
+        # memory is freed with the last of them.
+        self._flags = [memoryview(mapped)[:flag_bytes].cast("q") for mapped in self._maps]
+        self.arenas = [_tensor(mapped, flag_bytes, arena_bytes) for mapped in self._maps]
         self._processes = on_every_rank(group, lambda: _Processes(self._pids, self.rank))
         self._fence = threading.Lock()
 
     def release(self, peer: int, flag: int, value: int) -> None:
+        """See :meth:`CpuHeap.release`."""
         with self._fence:  # see [Note: release and acquire]
             pass
         self._flags[peer][flag] = value
 
     def wait(self, flags: Mapping[int, int], value: int, what: str) -> None:
+        """See :meth:`CpuHeap.wait`."""
+
         def awaited() -> list[int]:
             """The missing peers, as ranks in the world."""
             missing = self._missing_peers(flags, value, what)
@@ -102,11 +109,13 @@ class SharedMemoryHeap(SymmetricHeap):
         pause = _SLEEP_SECONDS[0]
         while missing := self._missing_peers(flags, value, what):
             now = time.monotonic()
+            # Most waits are shorter than a sleep would be.
             if now - begun < _SPIN_SECONDS:
                 os.sched_yield()
                 continue
             time.sleep(pause)
             pause = min(2 * pause, _SLEEP_SECONDS[1])
+            # Reading the peers' state is a system call, so it is rarer than a poll of the flags.
             if now >= next_check:
                 next_check = now + _DEATH_CHECK_SECONDS
                 self._check_alive(flags, value, what)
@@ -118,28 +127,31 @@ class SharedMemoryHeap(SymmetricHeap):
                 )
 
     def close(self) -> None:
-        """:raises BufferError: where a view is in use; call it again once it is gone."""
+        """Free the arena and the mappings.
+
+        :raises BufferError: if a view is still in use. Call ``close`` again when it is gone.
+        """
         self.arenas = []
         for flags in self._flags:
             flags.release()
-        for each in self._maps:
-            each.close()
+        for mapped in self._maps:
+            mapped.close()
         self._processes.close()
 
     def _missing_peers(self, flags: Mapping[int, int], value: int, what: str) -> list[int]:
         own = self._flags[self.rank]
         missing = []
         for peer, flag in flags.items():
-            found = own[flag]
-            if found > value:
-                raise AssertionError(f"flag {flag} is {found}, ahead of {value}: {what}")
-            if found != value:
+            current = own[flag]
+            if current > value:
+                raise AssertionError(f"flag {flag} is {current}, ahead of {value}: {what}")
+            if current != value:
                 missing.append(peer)
         return missing
 
     def _check_alive(self, flags: Mapping[int, int], value: int, what: str) -> None:
         dead = self._processes.dead()
-        # A peer may have set its flag and then ended as it should: look again.
+        # A peer may have set its flag and then ended normally, so read the flags again.
         if lost := [peer for peer in self._missing_peers(flags, value, what) if peer in dead]:
             raise LostPeerError(f"{self._me} lost a peer: {self._named(lost)} ended, {what}")
 
@@ -149,7 +161,7 @@ class SharedMemoryHeap(SymmetricHeap):
 
 
 class _Processes:
-    """Watches the peers' processes; one that nobody has waited for (a zombie) has ended, too."""
+    """Watches the peers' processes. A zombie (ended, not yet reaped) counts as ended."""
 
     def __init__(self, pids: list[int], own_rank: int) -> None:
         self._rank_of: dict[int, int] = {}
@@ -163,9 +175,11 @@ class _Processes:
                 self._poll.register(descriptor, select.POLLIN)
 
     def dead(self) -> set[int]:
+        """Ranks whose process has ended."""
         return {self._rank_of[descriptor] for descriptor, _ in self._poll.poll(0)}
 
     def close(self) -> None:
+        """Close the descriptors of the peers' processes."""
         for closing in self._closing:
             closing()
 
@@ -178,7 +192,10 @@ def _watch(pid: int) -> int:
 
 
 def _allocate(num_bytes: int, descriptors: ExitStack) -> int:
-    """A descriptor of zeroed memory that is there, not only promised; the stack will close it."""
+    """A descriptor of zeroed memory, which is reserved now and not on first use.
+
+    :param descriptors: closes the descriptor.
+    """
     try:
         descriptor = os.memfd_create("olmo_shard", os.MFD_CLOEXEC)
         descriptors.callback(os.close, descriptor)
@@ -205,5 +222,8 @@ def _map(pid: int, descriptor: int, num_bytes: int) -> mmap.mmap:
 
 
 def _tensor(mapped: mmap.mmap, start: int, num_bytes: int) -> Tensor:
-    """By way of NumPy, which keeps the mapping from being closed under a tensor that is in use."""
+    """A tensor over a part of a mapping.
+
+    NumPy's array in between keeps the mapping from being closed while the tensor is in use.
+    """
     return torch.from_numpy(np.frombuffer(mapped, dtype=np.uint8, offset=start, count=num_bytes))

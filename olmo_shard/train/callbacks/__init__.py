@@ -1,4 +1,4 @@
-"""Callbacks: everything around the step that is not the step."""
+"""Callbacks: records, console, pictures and tracking."""
 
 from olmo_shard.train.callbacks.base import Callback, RunInfo
 

@@ -1,4 +1,4 @@
-"""What can be hung on a trainer. Callbacks run on rank 0 alone, so they must not communicate."""
+"""The interface of callbacks. They run on rank 0 only, so they must not communicate."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,22 +12,25 @@ from olmo_shard.train.state import TrainState
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What a callback may know of the run."""
+    """What a callback sees of the run."""
 
     config: Config
     run_dir: Path
     total_steps: int
+    """Number of the run's last step."""
     state: TrainState
+    """The trainer's state, which changes with every step."""
     notes: list[str]
-    """Lines about what was chosen or derived: layout, schedule, where it resumed."""
+    """Lines for the log about what was chosen: layout, schedule, start of a resume."""
     ranks: int = 1
+    """Number of ranks of the run."""
     checkpoint: Path | None = None
-    """The checkpoint that the run resumed from; ``None`` for a new run."""
+    """The checkpoint from which the run resumed; ``None`` for a new run."""
     rewound: Rewound = field(default_factory=Rewound)
-    """What the records held beyond the checkpoint's step."""
+    """The records of steps after the checkpoint, which were moved away."""
 
     def layout(self) -> dict[str, Any]:
-        """What a resume may change without changing the result."""
+        """The settings that a resume may change without changing the result."""
         parallel = self.config.parallel
         return {
             "mode": parallel.mode,
@@ -38,32 +41,32 @@ class RunInfo:
 
 
 class Callback:
-    """Override what is needed."""
+    """Methods that the trainer calls. Subclasses override those that they need."""
 
     def on_start(self, run: RunInfo) -> None:
-        """Before the first step."""
+        """Called before the first step."""
 
     def on_step(self, record: Record) -> None:
-        """After each step, with the record of metrics.jsonl."""
+        """Called after each step, with the step's line of metrics.jsonl."""
 
     def on_eval(self, step: int, losses: dict[str, float | None]) -> None:
-        """After each evaluation, with the loss of each validation set.
+        """Called after each evaluation.
 
-        A set in which no token has a label has the loss ``None``.
+        :param losses: loss by set name; ``None`` for a set in which no token has a label.
         """
 
     def on_experts(self, record: Record) -> None:
-        """Every ``tracking.experts_every`` steps, with the line of experts.jsonl."""
+        """Called every ``tracking.experts_every`` steps, with the line of experts.jsonl."""
 
     def on_checkpoint(self, path: Path) -> None:
-        """After a checkpoint has its name."""
+        """Called after a checkpoint is complete under its final name."""
 
     def on_note(self, message: str) -> None:
-        """Something that a person should know: a skipped step, for one."""
+        """Called with a message for the user, for example about a skipped step."""
 
     def on_end(self) -> list[tuple[str, str]]:
-        """After the last step: lines for the summary, as (name, value)."""
+        """Called after the last step; returns lines for the summary, as (name, value)."""
         return []
 
     def on_failure(self, error: BaseException) -> None:
-        """When an error ends the run."""
+        """Called when an error ends the run."""

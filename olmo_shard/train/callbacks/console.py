@@ -1,4 +1,4 @@
-"""What a person sees while the run goes on."""
+"""The console: progress, messages and the summary of a run."""
 
 from collections import deque
 from pathlib import Path
@@ -11,7 +11,7 @@ from olmo_shard.train.records import Record
 
 
 class Console(Callback):
-    """A live line on a terminal, a plain line every ``train.log_every`` steps elsewhere."""
+    """Shows a progress bar on a terminal, and a line every ``train.log_every`` steps elsewhere."""
 
     def __init__(self, console: RichConsole) -> None:
         self.console = console
@@ -21,6 +21,7 @@ class Console(Callback):
         self._seconds: deque[float] = deque(maxlen=20)
 
     def on_start(self, run: RunInfo) -> None:
+        """Print the notes, and start the progress bar."""
         self._run, self._first_step = run, run.state.step
         for note in run.notes:
             self.console.print(note, markup=False)
@@ -39,6 +40,7 @@ class Console(Callback):
             self._progress.start()
 
     def on_step(self, record: Record) -> None:
+        """Show the step's loss, norm, learning rate and speed."""
         assert self._run is not None
         step, total = record["step"], self._run.total_steps
         self._seconds.append(record["step_seconds"])
@@ -49,21 +51,26 @@ class Console(Callback):
             self.console.print(f"step {step}/{total}  {_figures(record)}  ETA {self._eta(step)}")
 
     def on_eval(self, step: int, losses: dict[str, float | None]) -> None:
+        """Print the loss of each validation set."""
         for name, loss in losses.items():
             figure = "no token has a label" if loss is None else f"loss {loss:.4f}"
             self.console.print(f"step {step}  validation {name}: {figure}", markup=False)
 
     def on_checkpoint(self, path: Path) -> None:
+        """Print the checkpoint's path."""
         self.console.print(f"checkpoint {path}", markup=False)
 
     def on_note(self, message: str) -> None:
+        """Print the message."""
         self.console.print(message, markup=False)
 
     def on_end(self) -> list[tuple[str, str]]:
+        """Stop the progress bar."""
         self._stop()
         return []
 
     def on_failure(self, error: BaseException) -> None:
+        """Stop the progress bar."""
         self._stop()
 
     def _stop(self) -> None:
@@ -71,6 +78,7 @@ class Console(Callback):
             self._progress.stop()
 
     def _eta(self, step: int) -> str:
+        """Time to the end of the run, as h:mm:ss, from the mean of the last 20 steps."""
         assert self._run is not None
         mean = sum(self._seconds) / len(self._seconds)
         seconds = round((self._run.total_steps - step) * mean)
@@ -78,7 +86,10 @@ class Console(Callback):
 
 
 def print_summary(console: RichConsole, lines: list[tuple[str, str]]) -> None:
-    """What a run came to, as (name, value)."""
+    """Print the summary of a run.
+
+    :param lines: pairs (name, value).
+    """
     width = max(len(name) for name, _ in lines)
     console.print()
     for name, value in lines:

@@ -1,4 +1,4 @@
-"""metrics.jsonl, eval.jsonl and experts.jsonl: the record of a run."""
+"""metrics.jsonl, eval.jsonl and experts.jsonl: the records of a run."""
 
 from typing import IO
 
@@ -6,7 +6,7 @@ from olmo_shard.train.callbacks.base import Callback, RunInfo
 from olmo_shard.train.records import (
     EVAL_FILE,
     EXPERTS_FILE,
-    FILE,
+    METRICS_FILE,
     Record,
     eval_record,
     to_json,
@@ -14,9 +14,9 @@ from olmo_shard.train.records import (
 
 
 class JsonLines(Callback):
-    """Writes a line per step, per evaluation and per report of expert load.
+    """Writes one line per step, per evaluation and per report of the experts' load.
 
-    At a resume, ``rewind`` has moved the lines of steps that are done again.
+    At a resume, ``rewind`` has already moved away the lines of steps that are run again.
     """
 
     def __init__(self) -> None:
@@ -24,29 +24,35 @@ class JsonLines(Callback):
         self._files: dict[str, IO[str]] = {}
 
     def on_start(self, run: RunInfo) -> None:
+        """Open the files that every run has."""
         self._run = run
-        for name in (FILE, EVAL_FILE):
+        for name in (METRICS_FILE, EVAL_FILE):
             self._files[name] = (run.run_dir / name).open("a", encoding="utf-8")
 
     def on_step(self, record: Record) -> None:
-        self._write(FILE, record)
+        """Write a line of metrics.jsonl."""
+        self._write(METRICS_FILE, record)
 
     def on_eval(self, step: int, losses: dict[str, float | None]) -> None:
+        """Write a line of eval.jsonl."""
         assert self._run is not None
         self._write(EVAL_FILE, eval_record(step, self._run.state.tokens, losses))
 
     def on_experts(self, record: Record) -> None:
+        """Write a line of experts.jsonl."""
         assert self._run is not None
-        if EXPERTS_FILE not in self._files:  # dense models have no such file
+        if EXPERTS_FILE not in self._files:  # Opened here, since dense models have no such file.
             path = self._run.run_dir / EXPERTS_FILE
             self._files[EXPERTS_FILE] = path.open("a", encoding="utf-8")
         self._write(EXPERTS_FILE, record)
 
     def on_end(self) -> list[tuple[str, str]]:
+        """Close the files."""
         self._close()
         return []
 
     def on_failure(self, error: BaseException) -> None:
+        """Close the files."""
         self._close()
 
     def _close(self) -> None:

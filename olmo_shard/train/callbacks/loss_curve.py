@@ -3,28 +3,33 @@
 from pathlib import Path
 
 from olmo_shard.train.callbacks.base import Callback, RunInfo
-from olmo_shard.train.records import EVAL_FILE, FILE, PICTURE, read_records
+from olmo_shard.train.records import EVAL_FILE, LOSS_PICTURE, METRICS_FILE, read_records
 
 
 class LossCurve(Callback):
+    """Draws the losses of the whole run, earlier starts included, from the records."""
+
     def __init__(self) -> None:
         self._run_dir: Path | None = None
 
     def on_start(self, run: RunInfo) -> None:
+        """Keep the run's folder."""
         self._run_dir = run.run_dir
 
     def on_end(self) -> list[tuple[str, str]]:
+        """Draw the picture."""
         assert self._run_dir is not None
         return [("loss curve", str(draw(self._run_dir)))]
 
 
 def draw(run_dir: Path) -> Path:
-    """Draw the curves of a run's records."""
-    # Here, not at the top: matplotlib takes a second to import.
+    """Draw the loss curves of a run's records; returns the path of the picture."""
+    # Imported here, since matplotlib takes a second to import.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    steps, evals = read_records(run_dir / FILE), read_records(run_dir / EVAL_FILE)
+    # The evaluations' x axis is tokens, too, by way of the step's record.
+    steps, evals = read_records(run_dir / METRICS_FILE), read_records(run_dir / EVAL_FILE)
     tokens = {record["step"]: record["tokens_total"] for record in steps}
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -39,6 +44,6 @@ def draw(run_dir: Path) -> Path:
     axes.set(xlabel="tokens", ylabel="cross-entropy (nats)", title=run_dir.name)
     axes.grid(alpha=0.3)
     axes.legend()
-    path = run_dir / PICTURE
+    path = run_dir / LOSS_PICTURE
     figure.savefig(path, dpi=120)
     return path

@@ -1,9 +1,11 @@
 """The tracker process: the only process of a job that imports W&B's client.
 
-It reads one JSON object per line from its standard input and answers on its standard output. The
-client starts a service, waits for servers, retries and can crash; in a process of its own it cannot
-hold up or end training, and the run can end it at any time. When the run's process is gone, the
-input ends, and this process finishes what it has, within ``finish_seconds``.
+The client starts a service, waits for servers, retries, and can crash. In a separate process it can
+neither delay nor end training, and the run can end it at any time.
+
+The process reads one JSON object per line from its standard input and answers on its standard
+output. If the run's process ends, the input ends, and the tracker process finishes within
+``finish_seconds``.
 """
 
 import dataclasses
@@ -21,11 +23,13 @@ from olmo_shard.train.tracking.messages import Opened, Request
 from olmo_shard.train.tracking.server import Choice, choose
 
 _POLL_SECONDS = 0.5
+"""Seconds per test whether the run's process still exists."""
 _FINISH_SHARE = 0.7
-"""Share of ``finish_seconds`` for uploads; the rest is for writing to disk and ending."""
+"""Share of ``finish_seconds`` for uploads. The rest is for writing to disk and for ending."""
 
 
 def main() -> None:
+    """Track one run, from the request on standard input to the end of the input."""
     messages, replies = _take_pipes()
     request = Request(**json.loads(messages.readline()))
     threading.Thread(
@@ -33,24 +37,32 @@ def main() -> None:
     ).start()
     try:
         track(request, messages, replies)
-    except Exception as error:  # noqa: BLE001  (any error of the client: it is the run's to report)
+    except Exception as error:  # noqa: BLE001  (the run reports every error of the client)
         _reply(replies, failed=f"{type(error).__name__}: {error}".splitlines()[0])
         sys.exit(1)
 
 
 def track(request: Request, messages: TextIO, replies: TextIO) -> None:
-    """Open the run, log what comes in, and finish the run when the input ends."""
+    """Open the W&B run, log the messages, and finish the W&B run when the input ends.
+
+    :param request: the W&B run to open.
+    :param messages: input, one JSON object per line.
+    :param replies: output, one JSON object per line.
+    """
     import wandb
 
+    # 1. Online or offline? ``choosing`` names the server, whose answer may take time.
     choice = Choice("offline", request.reason)
     if request.mode == "auto":
         settings = wandb.setup().settings
         _reply(replies, choosing=settings.base_url)
         choice = choose(settings)
     _reply(replies, chosen=choice.mode)
+    # 2. Open, log and finish.
     run, opened = _open(request, choice)
     _reply(replies, opened=dataclasses.asdict(opened))
     exit_code = _log_all(run, request, opened.first_step, messages)
+    # 3. A timeout is no error: the files stay in the run's folder and can be uploaded later.
     try:
         run.finish(exit_code=exit_code)
     except TimeoutError:
@@ -60,6 +72,7 @@ def track(request: Request, messages: TextIO, replies: TextIO) -> None:
 
 
 def _open(request: Request, choice: Choice) -> tuple[Any, Opened]:
+    """Open the W&B run; returns it with its description."""
     import wandb
 
     run = wandb.init(
@@ -67,8 +80,8 @@ def _open(request: Request, choice: Choice) -> tuple[Any, Opened]:
         entity=request.entity,
         name=request.name,
         id=request.run_id,
-        # Offline too: `wandb sync` appends a segment with this setting to those before it, and
-        # writes a segment without it over them.
+        # Needed offline as well: `wandb sync` appends a segment with this setting to the earlier
+        # segments, and overwrites them with a segment without it.
         resume="allow",
         dir=request.run_dir,
         config=request.config,
@@ -76,15 +89,16 @@ def _open(request: Request, choice: Choice) -> tuple[Any, Opened]:
         settings=wandb.Settings(
             silent=True,
             console="off",
-            x_stats_pid=os.getppid(),  # memory and GPU figures are rank 0's, not this process's
-            # The run's own, shorter bound ends this process first.
+            x_stats_pid=os.getppid(),  # measure memory and GPU of rank 0, not of this process
+            # Longer than the run's limit, so that the run decides when an online start is given up.
             init_timeout=request.init_seconds + 5,
-            # This bound comes before the run's: a client that is killed loses what it has not
-            # written to the run's folder.
+            # Shorter than the run's limit: a client that the run kills loses everything that it
+            # has not written to the run's folder.
             finish_timeout=_FINISH_SHARE * request.finish_seconds,
             finish_timeout_raises=True,
         ),
     )
+    # Offline, W&B does not know the steps of earlier starts; the run's records do.
     first_step = request.recorded_step + 1 if run.offline or request.has_segments else 0
     return run, Opened(
         mode=choice.mode,
@@ -96,7 +110,7 @@ def _open(request: Request, choice: Choice) -> tuple[Any, Opened]:
 
 
 def _log_all(run: Any, request: Request, first_step: int, messages: TextIO) -> int:
-    """Log until the input ends; returns the run's exit code, 1 if the input ended unannounced."""
+    """Log until the input ends; returns the exit code of the run, 1 if none was received."""
     mark = request.mark
     for line in messages:
         message = json.loads(line)
@@ -106,6 +120,7 @@ def _log_all(run: Any, request: Request, first_step: int, messages: TextIO) -> i
         if "alert" in message:
             run.alert("olmo_shard", message["alert"])
         elif step < first_step:
+            # An earlier start has logged this step, and W&B accepts each step once.
             continue
         elif "experts" in message:
             run.log({"experts/load": _picture(message["experts"])}, step=step)
@@ -116,6 +131,7 @@ def _log_all(run: Any, request: Request, first_step: int, messages: TextIO) -> i
 
 
 def _picture(experts: dict[str, Any]) -> Any:
+    """The picture of expert load, as a W&B image."""
     import wandb
     from PIL import Image
 
@@ -126,12 +142,13 @@ def _picture(experts: dict[str, Any]) -> Any:
 
 
 def _take_pipes() -> tuple[TextIO, TextIO]:
-    """Standard input and output for this module alone.
+    """Take standard input and output for this module alone.
 
-    The client and its service print too, and the service inherits what is open: they get an empty
-    input, and standard error for their output.
+    W&B's client and its service print as well, and the service inherits open files. They get an
+    empty standard input, and standard error as their standard output.
     """
     messages, replies = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
+    # Replace the descriptors 0 and 1 themselves, which child processes inherit.
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)
     os.dup2(2, 1)
@@ -139,15 +156,16 @@ def _take_pipes() -> tuple[TextIO, TextIO]:
 
 
 def _reply(replies: TextIO, **reply: Any) -> None:
+    """Write one reply."""
     try:
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
     except BrokenPipeError:
-        pass  # The run's process is gone; its last records are still to be finished.
+        pass  # The run's process has ended. Its last records are finished all the same.
 
 
 def _end_after(parent: int, seconds: float) -> None:
-    """End this process ``seconds`` after its parent, whatever the client waits for."""
+    """End this process ``seconds`` after its parent process, even if the client still waits."""
     while os.getppid() == parent:
         time.sleep(_POLL_SECONDS)
     time.sleep(seconds)

@@ -1,4 +1,4 @@
-"""Whether a W&B run can be online: the client's own settings, a key, a server that answers."""
+"""The choice of a W&B run's mode, by the client's settings, the API key and the server."""
 
 import http.client
 import netrc
@@ -12,8 +12,9 @@ from typing import NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 _PROBE_SECONDS = 5.0
-"""Longest wait for the first bytes of an answer. A server that needs longer is not used."""
+"""Longest wait in seconds for the first bytes of an answer. A slower server is not used."""
 
+# Modes of older versions of W&B.
 _OLDER_NAMES = {"run": "online", "dryrun": "offline"}
 
 
@@ -25,26 +26,41 @@ class ClientSettings(Protocol):
     """
 
     @property
-    def mode(self) -> str: ...
+    def mode(self) -> str:
+        """Mode of the run."""
+        ...
+
     @property
-    def base_url(self) -> str: ...
+    def base_url(self) -> str:
+        """Address of the server."""
+        ...
+
     @property
-    def api_key(self) -> str | None: ...
+    def api_key(self) -> str | None:
+        """API key, if a variable or a settings file has one."""
+        ...
+
     @property
-    def identity_token_file(self) -> str | None: ...
+    def identity_token_file(self) -> str | None:
+        """File of an identity token, which replaces an API key."""
+        ...
 
 
 class Choice(NamedTuple):
+    """The mode of a W&B run."""
+
     mode: str
     """``online``, ``shared``, ``offline`` or ``disabled``."""
     reason: str
-    """Why the run is not online; empty for an online run."""
+    """Reason why the run is not online; empty for an online run."""
 
 
 def choose(settings: ClientSettings, environ: Mapping[str, str] = os.environ) -> Choice:
-    """The mode of a run: online where a key is at hand and the server answers.
+    """Choose the mode of a run: online if there is an API key and the server answers.
 
-    ``WANDB_MODE=online`` skips the probe of the server, not the search for a key.
+    ``WANDB_MODE=online`` skips the probe of the server, but not the search for a key.
+
+    :param settings: settings of W&B's client. A mode in them wins.
     """
     mode = _OLDER_NAMES.get(settings.mode, settings.mode)
     if mode not in ("online", "shared"):
@@ -56,21 +72,24 @@ def choose(settings: ClientSettings, environ: Mapping[str, str] = os.environ) ->
 
 
 def has_key(settings: ClientSettings, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a variable, a settings file or netrc holds credentials for the server."""
+    """Return whether a variable, a settings file or netrc has credentials for the server."""
     if settings.api_key or settings.identity_token_file:
         return True
     host = urlsplit(settings.base_url).netloc
     try:
-        found = netrc.netrc(_netrc_file(environ)).authenticators(host)
+        credentials = netrc.netrc(_netrc_file(environ)).authenticators(host)
     except (OSError, netrc.NetrcParseError):
         return False
-    return bool(found and found[2])
+    # (login, account, password): the password is the key.
+    return bool(credentials and credentials[2])
 
 
 def probe(url: str, seconds: float = _PROBE_SECONDS) -> str | None:
-    """Why a server does not answer, or ``None``. Any answer counts, errors of HTTP included.
+    """Describe why a server does not answer; ``None`` if it does. An HTTP error is an answer.
 
-    Proxies of the environment are used, as the client uses them.
+    The request uses the proxies of the environment, as the client does.
+
+    :param seconds: longest wait for the first bytes.
     """
     try:
         urllib.request.urlopen(url, timeout=seconds).close()
@@ -78,7 +97,7 @@ def probe(url: str, seconds: float = _PROBE_SECONDS) -> str | None:
         return None
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        # The client has certificates of its own, and judges the server's certificate itself.
+        # The client has its own certificates, and verifies the server's certificate itself.
         return None if isinstance(reason, ssl.SSLError) else f"{url} does not answer: {reason}"
     return None
 

@@ -1,12 +1,13 @@
-"""Which files of a source are read, refused, or skipped and counted. Runs in CI."""
+"""Which files of a source are read, refused, or skipped and counted."""
 
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from olmo_shard.data.documents.endings import Ending, ending_of
+from olmo_shard.data.documents.endings import Ending, Format, ending_of
 from olmo_shard.data.documents.files import find_files
 from olmo_shard.data.documents.report import Report
 from olmo_shard.errors import DataError
@@ -38,16 +39,16 @@ def make(folder: Path, *paths: str) -> None:
         ("A.Parquet", "parquet", ""),
     ],
 )
-def test_endings_say_format_and_compression(name, kind, compression):
+def test_endings_say_format_and_compression(name: str, kind: Format, compression: str) -> None:
     assert ending_of(name) == Ending(format=kind, compression=compression)
 
 
 @pytest.mark.parametrize("name", ["a", "a.so", "a.gz", "a.csv.gz", "a.parquet.gz", "a.txt.bz2"])
-def test_other_endings_are_unknown(name):
+def test_other_endings_are_unknown(name: str) -> None:
     assert ending_of(name) is None
 
 
-def test_a_folder_gives_known_files_in_name_order_and_counts_the_rest(tmp_path):
+def test_a_folder_gives_known_files_in_name_order_and_counts_the_rest(tmp_path: Path) -> None:
     make(tmp_path, "b.txt", "A.MD", "deep/c.jsonl", ".hidden.txt", ".git/config.txt")
     make(tmp_path, ".git/objects/a.txt", "lib.so", "deep/d.png", "other/e.txt")
     (tmp_path / "linked").symlink_to(tmp_path / "other")
@@ -67,20 +68,20 @@ def test_a_folder_gives_known_files_in_name_order_and_counts_the_rest(tmp_path):
     ]
 
 
-def test_a_prepared_folder_among_the_sources_is_no_source(tmp_path):
+def test_a_prepared_folder_among_the_sources_is_no_source(tmp_path: Path) -> None:
     make(tmp_path, "a.txt", "data/meta.json", "data/tokenizer.json", "data/train.bin")
     report = Report()
     assert names(tmp_path, report) == ["a.txt"]
     assert report.lines() == [f"skipped: 1 folders that prepare wrote: {tmp_path}/data"]
 
 
-def test_a_named_file_is_read_whatever_its_ending_and_even_if_hidden(tmp_path):
+def test_a_named_file_is_read_whatever_its_ending_and_even_if_hidden(tmp_path: Path) -> None:
     make(tmp_path, ".notes", "main.c")
     found = find_files([str(tmp_path / ".notes"), str(tmp_path / "main.c")], "text", Report())
     assert [list(file.documents(Report())) for file in found] == [["text"], ["text"]]
 
 
-def test_special_files_and_dangling_links_are_named_and_never_opened(tmp_path):
+def test_special_files_and_dangling_links_are_named_and_never_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "gone.txt").symlink_to("nowhere")
     for source, message in (
@@ -102,17 +103,19 @@ def test_special_files_and_dangling_links_are_named_and_never_opened(tmp_path):
         find_files(["/dev/null"], "text", Report())
 
 
-def test_a_folder_without_readable_files_says_what_was_skipped(tmp_path):
+def test_a_folder_without_readable_files_says_what_was_skipped(tmp_path: Path) -> None:
     make(tmp_path, "a.bin", ".b.txt")
     with pytest.raises(DataError, match=r"no file with one of the endings \.txt.*1 hidden.*a\.bin"):
         find_files([str(tmp_path)], "text", Report())
 
 
-def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_listed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make(tmp_path, "a.txt", "closed/b.txt")
     scan = os.scandir
 
-    def refuse(path):
+    def refuse(path: Any) -> Any:
         if str(path).endswith("closed"):
             raise PermissionError(13, "Permission denied", str(path))
         return scan(path)
@@ -122,7 +125,7 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
         find_files([str(tmp_path)], "text", Report())
 
 
-def test_a_name_that_is_not_utf_8_can_be_printed(tmp_path):
+def test_a_name_that_is_not_utf_8_can_be_printed(tmp_path: Path) -> None:
     name = os.fsdecode(b"\xff.so")
     make(tmp_path, "a.txt", name)
     report = Report()

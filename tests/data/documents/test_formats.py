@@ -1,10 +1,11 @@
-"""Contents of every format: what is read, replaced, refused. Runs in CI."""
+"""Contents of every format: what is read, replaced, refused."""
 
 import gzip
 import json
 import lzma
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -45,12 +46,12 @@ SKIPPABLE = (0x184D2A50).to_bytes(4, "little") + (3).to_bytes(4, "little") + b"a
         ("a.jsonl", LINES[:16] + b"\xef\xbb\xbf" + LINES[16:]),
     ],
 )
-def test_json_lines_of_all_frames_and_members(tmp_path, name, content):
+def test_json_lines_of_all_frames_and_members(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
     assert read(tmp_path / name) == (["one", "two"], [])
 
 
-def test_many_small_and_one_large_zstd_frame(tmp_path):
+def test_many_small_and_one_large_zstd_frame(tmp_path: Path) -> None:
     documents = [f"document {index} " * (index % 7) + "." for index in range(3000)]
     lines = [json.dumps({"text": text}).encode() + b"\n" for text in documents]
     (tmp_path / "a.json.zst").write_bytes(b"".join(map(zstd, lines)) + zstd(b"".join(lines)))
@@ -73,7 +74,9 @@ def test_many_small_and_one_large_zstd_frame(tmp_path):
         ("gz", LINES, "Not a gzipped file"),
     ],
 )
-def test_cut_frames_are_errors_that_name_the_file(tmp_path, ending, compression, content, message):
+def test_cut_frames_are_errors_that_name_the_file(
+    tmp_path: Path, ending: str, compression: str, content: bytes, message: str
+) -> None:
     path = tmp_path / f"a.{ending}.{compression}"
     path.write_bytes(content)
     with pytest.raises(DataError, match=rf"{path.name}.*{message}.*--skip-bad"):
@@ -83,7 +86,7 @@ def test_cut_frames_are_errors_that_name_the_file(tmp_path, ending, compression,
     assert lines[0].startswith(f"skipped: 1 bad files and records: {path}")
 
 
-def test_text_loses_its_byte_order_mark_and_other_line_ends(tmp_path):
+def test_text_loses_its_byte_order_mark_and_other_line_ends(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes("\ufeffone\r\ntwo\rthrée\ufeff".encode())
     assert read(path) == (["one\ntwo\nthrée\ufeff"], [])
@@ -91,7 +94,7 @@ def test_text_loses_its_byte_order_mark_and_other_line_ends(tmp_path):
     assert read(path) == ([], [f"skipped: 1 empty documents: {path}"])
 
 
-def test_bytes_that_are_not_utf_8_are_replaced_and_counted(tmp_path):
+def test_bytes_that_are_not_utf_8_are_replaced_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(
         "déjà vu, \ufffd, and many other words".encode().replace("é".encode(), b"\xe9")
@@ -126,7 +129,9 @@ def archive(path: Path) -> bytes:
     ],
 )
 @pytest.mark.parametrize("name", ["a.txt", "a.md.gz", "unknown"])
-def test_binaries_and_other_encodings_are_refused_by_name(tmp_path, name, content, message):
+def test_binaries_and_other_encodings_are_refused_by_name(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
     path = tmp_path / name
     path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     with pytest.raises(DataError, match=rf"{name}: {message}"):
@@ -134,7 +139,7 @@ def test_binaries_and_other_encodings_are_refused_by_name(tmp_path, name, conten
     assert read(path, skip_bad=True)[0] == []
 
 
-def test_a_zip_archive_and_other_bytes_under_a_structured_name_are_refused(tmp_path):
+def test_a_zip_archive_and_other_bytes_under_a_structured_name_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(archive(tmp_path / "a.zip"))
     with pytest.raises(DataError, match="a zip archive"):
         read(tmp_path / "a.txt")
@@ -166,7 +171,9 @@ def test_a_zip_archive_and_other_bytes_under_a_structured_name_are_refused(tmp_p
         (b'{"text": "two\x00"}', "not valid JSON"),
     ],
 )
-def test_one_bad_line_is_named_or_skipped_and_counted(tmp_path, line, message):
+def test_one_bad_line_is_named_or_skipped_and_counted(
+    tmp_path: Path, line: bytes, message: str
+) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "' + b"x" * 70_000 + b'"}\n' + line + b'\n{"text": "three"}\n')
     with pytest.raises(DataError, match=rf"a\.jsonl line 2: .*{message}.*--skip-bad"):
@@ -177,7 +184,7 @@ def test_one_bad_line_is_named_or_skipped_and_counted(tmp_path, line, message):
     assert only.startswith(f"skipped: 1 bad files and records: {path} line 2: ")
 
 
-def test_surrogate_halves_and_nul_characters_are_counted(tmp_path):
+def test_surrogate_halves_and_nul_characters_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(
         '{"text": "a\\ud800b\\ud83d\\ude00"}\n{"text": "\\u0000\\u0000"}\n{"text": ""}\n'
@@ -191,7 +198,7 @@ def test_surrogate_halves_and_nul_characters_are_counted(tmp_path):
     ]
 
 
-def test_dotted_fields_of_json(tmp_path):
+def test_dotted_fields_of_json(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"meta": {"text": "nested"}}\n{"meta.text": "flat", "meta": {"text": "no"}}\n')
     assert read(path, field="meta.text") == (["nested", "flat"], [])
@@ -199,7 +206,7 @@ def test_dotted_fields_of_json(tmp_path):
         read(path, field="meta.none")
 
 
-def parquet(path: Path, **columns) -> Path:
+def parquet(path: Path, **columns: Any) -> Path:
     pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=100)
     return path
 
@@ -218,12 +225,12 @@ TWO = ["one", "two"]
     ],
     ids=lambda column: str(column.type)[:20],
 )
-def test_parquet_strings_of_every_type(tmp_path, column):
+def test_parquet_strings_of_every_type(tmp_path: Path, column: Any) -> None:
     path = parquet(tmp_path / "a.parquet", text=column, other=[1, 2])
     assert read(path) == (TWO, [])
 
 
-def test_parquet_fields_inside_structs(tmp_path):
+def test_parquet_fields_inside_structs(tmp_path: Path) -> None:
     rows = [{"text": text, "inner": {"body": text.upper()}, "n": 1} for text in TWO]
     path = parquet(tmp_path / "a.parquet", meta=rows, flat=TWO)
     assert read(path, field="meta.text") == (TWO, [])
@@ -244,13 +251,15 @@ def test_parquet_fields_inside_structs(tmp_path):
         ([{"a": "b"}] * 2, "holds struct<.*>, not strings"),
     ],
 )
-def test_parquet_columns_without_text_are_refused_by_name(tmp_path, column, message):
+def test_parquet_columns_without_text_are_refused_by_name(
+    tmp_path: Path, column: Any, message: str
+) -> None:
     path = parquet(tmp_path / "a.parquet", text=column)
     with pytest.raises(DataError, match=rf"a\.parquet: column 'text' \(--text-field\) {message}"):
         read(path)
 
 
-def test_bad_parquet_rows_are_named_or_skipped_and_counted(tmp_path):
+def test_bad_parquet_rows_are_named_or_skipped_and_counted(tmp_path: Path) -> None:
     path = parquet(tmp_path / "a.parquet", text=[b"one", b"\xff\xfe", None, b"four"] * 50)
     with pytest.raises(DataError, match=r"a\.parquet row 2: the bytes in field 'text' are not UTF"):
         read(path)
@@ -266,14 +275,14 @@ def test_bad_parquet_rows_are_named_or_skipped_and_counted(tmp_path):
         read(path, field="meta.text")
 
 
-def test_a_cut_parquet_file_is_refused(tmp_path):
+def test_a_cut_parquet_file_is_refused(tmp_path: Path) -> None:
     path = parquet(tmp_path / "a.parquet", text=TWO)
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(DataError, match=r"a\.parquet: not a Parquet file"):
         read(path)
 
 
-def test_a_file_that_vanished_is_named(tmp_path):
+def test_a_file_that_vanished_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b.jsonl").write_bytes(LINES)
     files = find_files([str(tmp_path)], "text", Report())

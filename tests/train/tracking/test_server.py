@@ -1,6 +1,7 @@
-"""Where a W&B run goes: mode, key and server. Runs in CI."""
+"""Where a W&B run goes: mode, key and server."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -20,18 +21,18 @@ class Settings:
 
 
 @pytest.fixture(autouse=True)
-def _home(monkeypatch, tmp_path):
+def _home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
 @pytest.mark.parametrize("found", [Settings(api_key=KEY), Settings(identity_token_file="file")])
-def test_a_key_from_variables_or_settings_files_is_at_hand(found):
+def test_a_key_from_variables_or_settings_files_is_at_hand(found: Settings) -> None:
     assert has_key(found, {})
     assert not has_key(Settings(), {})
 
 
 @pytest.mark.parametrize("place", ["NETRC", ".netrc", "_netrc"])
-def test_a_key_in_netrc_is_at_hand(tmp_path, place):
+def test_a_key_in_netrc_is_at_hand(tmp_path: Path, place: str) -> None:
     path = tmp_path / ("elsewhere" if place == "NETRC" else place)
     path.write_text(f"machine tracker.test:8080\n  login user\n  password {KEY}\n")
     environ = {"NETRC": str(path)} if place == "NETRC" else {}
@@ -40,21 +41,21 @@ def test_a_key_in_netrc_is_at_hand(tmp_path, place):
 
 
 @pytest.mark.parametrize("content", ["machine tracker.test:8080\n  login user\n", "machine\n"])
-def test_a_netrc_without_a_key_or_with_a_mistake_holds_no_key(tmp_path, content):
+def test_a_netrc_without_a_key_or_with_a_mistake_holds_no_key(tmp_path: Path, content: str) -> None:
     (tmp_path / ".netrc").write_text(content)
     assert not has_key(Settings(), {})
 
 
-def test_online_with_a_key_and_a_server_that_answers():
+def test_online_with_a_key_and_a_server_that_answers() -> None:
     with wandb_server() as server:
         assert choose(Settings(api_key=KEY, base_url=server.url), {}) == ("online", "")
 
 
-def test_offline_without_a_key():
+def test_offline_without_a_key() -> None:
     assert choose(Settings(), {}) == ("offline", f"no API key for {URL}")
 
 
-def test_offline_without_the_server_and_the_reason_names_it():
+def test_offline_without_the_server_and_the_reason_names_it() -> None:
     with closed_port() as url:
         mode, reason = choose(Settings(api_key=KEY, base_url=url), {})
     assert mode == "offline"
@@ -62,12 +63,12 @@ def test_offline_without_the_server_and_the_reason_names_it():
     assert "Connection refused" in reason
 
 
-def test_a_server_that_accepts_and_never_answers_is_given_up():
+def test_a_server_that_accepts_and_never_answers_is_given_up() -> None:
     with silent_server() as url:
         assert probe(url, seconds=0.2) == f"{url} does not answer: timed out"
 
 
-def test_the_variable_for_online_skips_the_probe():
+def test_the_variable_for_online_skips_the_probe() -> None:
     with closed_port() as url:
         found = choose(Settings(api_key=KEY, base_url=url), {"WANDB_MODE": "online"})
     assert found == ("online", "")
@@ -76,6 +77,6 @@ def test_the_variable_for_online_skips_the_probe():
 @pytest.mark.parametrize(
     ("named", "mode"), [("offline", "offline"), ("dryrun", "offline"), ("disabled", "disabled")]
 )
-def test_a_mode_of_wandbs_own_settings_is_kept(named, mode):
+def test_a_mode_of_wandbs_own_settings_is_kept(named: str, mode: str) -> None:
     found = choose(Settings(mode=named, api_key=KEY), {})
     assert found == (mode, f"W&B's own settings say mode = {named}")

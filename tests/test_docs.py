@@ -40,3 +40,15 @@ def test_links_of_the_readme_lead_to_files() -> None:
     links = re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
     assert len(links) >= 10
     assert [link for link in links if not (ROOT / link).is_file()] == []
+
+
+def test_files_that_the_pages_name_exist() -> None:
+    """Pages with an errand name files of the package without its folder."""
+    pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
+    missing = {
+        (page.name, name)
+        for page in pages
+        for name in re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|yaml|sh|sbatch|md))`", page.read_text())
+        if not any((ROOT / folder / name).exists() for folder in ("", "olmo_shard"))
+    }
+    assert missing == {("extending.md", "dispatch/NAME.py"), ("extending.md", "optim/NAME.py")}

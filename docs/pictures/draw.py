@@ -74,15 +74,15 @@ class Svg:
 def floors() -> str:
     """The packages; each imports only from packages below it."""
     rows = [
-        ("cli, tools, experiment", "commands; experiment.py tells the whole story", PALE),
+        ("cli, check, experiment", "commands; experiment.py tells the whole story", PALE),
         ("train", "trainer, step, checkpoint, records", ORANGE),
-        ("data", "token files, loader", ORANGE),
         ("optim", "update rules, the distributed optimizer", VIOLET),
         ("parallel", "ddp, fsdp, buckets, choice of the dispatcher", BLUE),
         ("nn", "the model on one device; it never sees a rank", GREEN),
         ("dispatch", "plans, transports, mailboxes", BLUE),
         ("kernels", "Triton kernels with plain-torch references", RED),
         ("distributed", "ranks, process groups, collectives", BLUE),
+        ("data", "token files, loader", ORANGE),
         ("config", "what a YAML file may say; no torch", PALE),
     ]
     svg = Svg(680, 44 * len(rows) + 40)

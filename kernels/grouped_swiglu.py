@@ -231,8 +231,7 @@ def _swiglu_bwd_kernel(
                 BLOCK_M,
                 BLOCK_N // 4,
             )
-    # Phase 4: each column tile stores its part of dweight in a row of its own. The launcher sums
-    # these rows in order, so no atomics are needed.
+    # Phase 4: one row of dweight per column tile, which the launcher sums in order: no atomics.
     dweight_ptr += tile_n.to(tl.int64) * num_pairs + first
     tl.store(dweight_ptr + pair_M, dweight_M, mask=is_row_M)
 

@@ -25,8 +25,11 @@ def load_config(path: str, overrides: list[str] | None = None) -> Config:
     tree, origins = _read_tree(Path(path), ())
     for override in overrides or []:
         _apply_override(tree, override)
-        name = override.partition("=")[0]
-        origins[tuple(name.split("."))] = f"the override {override}"
+        place = tuple(override.partition("=")[0].split("."))
+        origins[place] = f"the override {override}"
+        # A section with an override comes from neither the file nor the override alone.
+        for end in range(1, len(place)):
+            origins.pop(place[:end], None)
     # 2. Validate the result as a whole, so that all problems are in one message.
     try:
         return Config.model_validate(tree)

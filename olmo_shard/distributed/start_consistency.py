@@ -93,6 +93,8 @@ def _check_world_size(store: dist.Store, rank: int, world_size: int) -> None:
             f"0, {world_size} on rank {rank}; start every rank with the same one"
         )
         store.set(_VERDICT, verdict)
+        # Rank 0 waits for as many readers as it counts ranks.
+        _leave(store, rank, first)
         raise LaunchError(verdict)
 
 

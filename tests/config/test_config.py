@@ -42,6 +42,17 @@ def test_whole_numbers_in_any_spelling(tmp_path: Path, number: str) -> None:
     assert (config.optim.lr, type(config.optim.lr)) == (1.0, float)
 
 
+def test_a_rule_over_fields_of_file_and_override_blames_neither_alone(tmp_path: Path) -> None:
+    child = tmp_path / "child.yaml"
+    write_config(tmp_path)
+    child.write_text("extends: config.yaml\n")
+    with pytest.raises(ConfigurationError) as error:
+        load_config(str(child), ["train.epochs=2"])
+    (line,) = str(error.value).splitlines()[1:]
+    assert "epochs = 2" in line
+    assert "(in " not in line
+
+
 def test_a_mistake_is_blamed_on_the_file_that_has_it(tmp_path: Path) -> None:
     base = write_config(tmp_path)
     middle, child = tmp_path / "middle.yaml", tmp_path / "child.yaml"

@@ -1,4 +1,4 @@
-"""Which implementation of the kernels runs: decided here, once for a model."""
+"""The choice between Triton kernels and their plain-torch references, made once per run."""
 
 from typing import Literal
 
@@ -6,13 +6,17 @@ from olmo_shard.errors import ConfigurationError
 from olmo_shard.kernels.language import INSTALLED, interpreting
 
 Backend = Literal["triton", "reference"]
-"""Triton kernels, or the plain-torch references beside them."""
+"""``triton`` runs the Triton kernels, ``reference`` the plain-torch functions beside them."""
 
 
 def choose_backend(kernels: Literal["auto", "triton", "reference"], device_type: str) -> Backend:
-    """What ``parallel.kernels`` comes to on a device: ``auto`` is Triton on CUDA, else reference.
+    """Return the back end that ``parallel.kernels`` selects on a device.
 
-    :raises ConfigurationError: where Triton is asked for, or needed, and cannot run.
+    ``auto`` selects Triton on CUDA and the reference on CPUs.
+
+    :param kernels: the value of ``parallel.kernels``.
+    :param device_type: ``cpu`` or ``cuda``.
+    :raises ConfigurationError: if the selected back end is Triton and Triton cannot run here.
     """
     if kernels == "reference" or (kernels == "auto" and device_type == "cpu"):
         return "reference"

@@ -1,4 +1,4 @@
-"""Order the (row, local expert) pairs that a rank received by expert.
+"""Order the received (row, local expert) pairs by expert.
 
 Shape letters: R rows, m = min(top_k, e) slots of a row, e local experts, P pairs.
 
@@ -15,10 +15,11 @@ Example: three rows with two slots each, -1 marks an empty slot, e = 2::
                [3, -1],
                [1, -1]]
 
-The kernels cut the slots into C chunks, and expert i's cell of chunk c is number i x C + c: the
-pairs before a cell are a sum over all cells of a lower number.
+The kernels cut the slots into chunks. The cell of expert i and chunk c has the number
+i x chunks + c, so the number of pairs before a cell is a sum over all cells with a lower number.
+The first launch counts the pairs of each cell, and the second one writes the lists.
 
-Bytes moved: reads 4 x R x m twice for each expert (from the L2 cache but once), writes
+Bytes moved: reads 4 x R x m twice per expert (all but the first read hit the L2 cache), writes
 16 P + 4 R m.
 """
 
@@ -32,20 +33,20 @@ from olmo_shard.kernels.backend import Backend
 from olmo_shard.kernels.language import tl, triton
 
 SLOTS = 1024
-"""That a program holds at a time."""
+"""Slots per iteration of a program."""
 WARPS = 8
-"""Of a program of the second launch; with 4 a thread takes twice the registers."""
+"""Warps per program of the second launch. With 4 warps a thread needs twice the registers."""
 CELLS = 4096
-"""Cells of (expert, chunk) at most: each program of the second launch reads the pairs of all."""
+"""Largest number of cells (expert, chunk): each program of the second launch reads all counts."""
 
 
 class ExpertLayout(NamedTuple):
-    """The pairs of a rank, ordered by (expert, row, slot)."""
+    """The pairs that a rank received, ordered by (expert, row, slot)."""
 
     slot_P: Tensor
-    """int64 [P]: index of the pair into the flattened [R, m] slots; -1 past the last pair."""
+    """int64 [P]: slot of each pair in the flattened [R, m]; -1 after the last pair."""
     row_P: Tensor
-    """int64 [P]: row of the pair; -1 past the last pair."""
+    """int64 [P]: row of each pair; -1 after the last pair."""
     offsets: Tensor
     """int32 [e + 1]: first pair of each local expert; the last entry is the number of pairs."""
     pair_Rm: Tensor
@@ -59,8 +60,8 @@ def _count_kernel(local_expert_ptr, pairs_ptr, num_slots, pieces, SLOTS: tl.cons
     pairs = tl.zeros([SLOTS], tl.int32)
     for piece in range(pieces):
         slot = (chunk * pieces + piece) * SLOTS + tl.arange(0, SLOTS)
-        found = tl.load(local_expert_ptr + slot, mask=slot < num_slots, other=-1)
-        pairs += (found == expert).to(tl.int32)
+        in_slot = tl.load(local_expert_ptr + slot, mask=slot < num_slots, other=-1)
+        pairs += (in_slot == expert).to(tl.int32)
     tl.store(pairs_ptr + expert * tl.num_programs(1) + chunk, tl.sum(pairs, axis=0))
 
 
@@ -79,6 +80,7 @@ def _write_kernel(
     SLOTS: tl.constexpr,
     CELLS: tl.constexpr,
 ):
+    # Phase 1: the first pair of this program's cell, from the counts of all cells before it.
     expert = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1).to(tl.int64)
     num_chunks = tl.num_programs(1)
@@ -95,19 +97,22 @@ def _write_kernel(
             last = tl.minimum(num_pairs, max_pairs).to(tl.int32)
             tl.store(offsets_ptr + num_experts, last)
 
+    # Phase 2: the pairs of this cell, in slot order. Pairs after ``max_pairs`` are left out.
     for piece in range(pieces):
         slot = (chunk * pieces + piece) * SLOTS + tl.arange(0, SLOTS)
-        found = tl.load(local_expert_ptr + slot, mask=slot < num_slots, other=-2)
-        here = found == expert
+        in_slot = tl.load(local_expert_ptr + slot, mask=slot < num_slots, other=-2)
+        here = in_slot == expert
         pair = next_pair + tl.cumsum(here.to(tl.int32), axis=0) - 1
         next_pair += tl.sum(here.to(tl.int32), axis=0)
         fits = pair < max_pairs
         tl.store(slot_ptr + pair, slot, mask=here & fits)
         tl.store(row_ptr + pair, slot // SLOTS_OF_ROW, mask=here & fits)
         tl.store(pair_ptr + slot, tl.where(fits, pair, -1).to(tl.int32), mask=here)
-        if own_cell < num_chunks:  # the first expert's programs, which see all slots once
-            tl.store(pair_ptr + slot, tl.full([SLOTS], -1, tl.int32), mask=found == -1)
+        # The programs of expert 0 together read every slot once, so they mark the empty ones.
+        if own_cell < num_chunks:
+            tl.store(pair_ptr + slot, tl.full([SLOTS], -1, tl.int32), mask=in_slot == -1)
 
+    # Phase 3: all programs together fill the lists with -1 after the last pair.
     first = num_pairs + own_cell * SLOTS
     nothing = tl.full([SLOTS], -1, tl.int64)
     while first < max_pairs:
@@ -168,16 +173,20 @@ def _(local_expert_Rm: Tensor, num_local_experts: int, max_pairs: int) -> Expert
 def expert_layout_triton(
     local_expert_Rm: Tensor, num_local_experts: int, max_pairs: int
 ) -> ExpertLayout:
-    """Two launches, no synchronization; arguments as for :func:`expert_layout`."""
+    """Order the pairs in two launches without synchronising.
+
+    Arguments as for :func:`expert_layout`.
+    """
     return ExpertLayout(*_expert_layout_op(local_expert_Rm, num_local_experts, max_pairs))
 
 
 def expert_layout_ref(
     local_expert_Rm: Tensor, num_local_experts: int, max_pairs: int | None
 ) -> ExpertLayout:
-    """A stable sort keeps (row, slot) inside an expert; empty slots sort behind the last one."""
+    """Order the pairs in plain torch, by a stable sort; arguments as for :func:`expert_layout`."""
     flat = local_expert_Rm.flatten()
-    # Bytes sort in a third of the time of int32 on a CPU; -1 becomes 255.
+    # A stable sort keeps the order (row, slot) per expert. Empty slots sort after the last expert.
+    # On a CPU bytes sort in a third of the time of int32; as a byte, -1 becomes 255.
     small = num_local_experts <= 255
     key = flat.to(torch.uint8) if small else torch.where(flat < 0, num_local_experts, flat)
     counts = torch.bincount(key, minlength=num_local_experts + 1)[:num_local_experts]
@@ -199,14 +208,15 @@ def expert_layout(
     max_pairs: int | None = None,
     backend: Backend = "reference",
 ) -> ExpertLayout:
-    """Order pairs by expert; rows come in source order, and keep it inside an expert.
+    """Order the pairs by expert. The pairs of an expert keep the order of their rows.
 
-    :param local_expert_Rm: int32 [R, m], local expert of each slot, -1 where there is none.
+    :param local_expert_Rm: int32 [R, m]: local expert of each slot, -1 in empty slots.
     :param num_local_experts: e.
-    :param max_pairs: P. Null makes lists as long as there are pairs, which the host then reads;
-        Triton needs a number. R x m is always enough. Pairs past it fail an assertion of the
-        reference; Triton, which cannot tell the host, leaves the last ones out everywhere, as if
-        their slots were empty.
+    :param max_pairs: P, the length of the lists; R x m always suffices. ``None`` makes lists as
+        long as the number of pairs, which synchronises with the device; Triton needs a number. If
+        there are more pairs, an assertion of the reference fails. Triton leaves the last pairs out
+        of all lists, as if their slots were empty, since it cannot raise.
+    :param backend: ``triton`` or ``reference``.
     """
     if backend == "reference":
         return expert_layout_ref(local_expert_Rm, num_local_experts, max_pairs)

@@ -1,12 +1,13 @@
-"""Matrix product of each expert's rows with the expert's own matrix: c[p] = a[p] @ b[expert of p].
+"""Grouped matrix product: each expert's rows times its matrix, c[p] = a[p] @ b[expert of p].
 
 Shape letters: P pairs ordered by expert, e experts, K inner width, N output width.
 
 Example, P = 3, e = 2, offsets [0, 1, 3], K = N = 1: a = [[1], [2], [3]] and b = [[[10]], [[20]]]
 give c = [[10], [40], [60]].
 
-Products and sums are FP32, rounded once. Bytes moved: (P K + P N + e K N) x itemsize. FLOPs:
-2 P K N.
+Products and sums are FP32, and the result is rounded once.
+
+Bytes moved: (P K + P N + e K N) x itemsize. FLOPs: 2 P K N.
 """
 
 import torch
@@ -46,16 +47,18 @@ def _grouped_gemm_kernel(
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
+    # Phase 1: this program's tile; programs after the last tile return.
     tile_m, tile_n = tile_of_program(tl.program_id(0), tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M)
     expert, start, end = find_tile(offsets_ptr, tile_m, num_experts, EXPERTS, BLOCK_M)
     if expert == num_experts:
         return
+    # Phase 2: the product. Offsets over rows and experts are 64 bits wide ([Note: 64 bits]).
     first = start.to(tl.int64)
     row_M = tl.arange(0, BLOCK_M)
     col_N = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     inner_K = tl.arange(0, BLOCK_K)
-    there_M = row_M < end - start
-    there_N = col_N < N
+    is_row_M = row_M < end - start
+    is_col_N = col_N < N
     a_ptrs = a_ptr + first * K + row_M[:, None] * K + inner_K[None, :]
     b_ptrs = b_ptr + expert.to(tl.int64) * K * N
     b_ptrs += inner_K[:, None] * stride_bk + col_N[None, :] * stride_bn
@@ -63,8 +66,8 @@ def _grouped_gemm_kernel(
         a_ptrs,
         b_ptrs,
         BLOCK_K * stride_bk,
-        there_M,
-        there_N,
+        is_row_M,
+        is_col_N,
         K,
         EVEN_K,
         EVEN_N,
@@ -73,16 +76,20 @@ def _grouped_gemm_kernel(
         BLOCK_K,
         UPCAST,
     )
+    # Phase 3: round and store.
     c_ptrs = c_ptr + first * N + row_M[:, None] * N + col_N[None, :]
-    tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=there_M[:, None] & there_N[None, :])
+    tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=is_row_M[:, None] & is_col_N[None, :])
 
 
 def grouped_gemm(a_PK: Tensor, b: Tensor, offsets: Tensor, *, transposed: bool) -> Tensor:
-    """[P, N] in the type of ``a``; rows behind the last group are not written.
+    """Multiply each expert's rows by its matrix: [P, N] in the dtype of ``a_PK``.
+
+    Rows after the last expert's are not written.
 
     :param a_PK: [P, K], contiguous.
     :param b: [e, N, K] if ``transposed``, else [e, K, N], contiguous.
-    :param offsets: int32 [e + 1].
+    :param offsets: int32 [e + 1]: first row of each expert, and the end of the last one's.
+    :param transposed: whether the matrices are stored with K as their last dimension.
     """
     num_experts, K = b.shape[0], a_PK.shape[1]
     N = b.shape[1 if transposed else 2]
@@ -113,7 +120,7 @@ def grouped_gemm(a_PK: Tensor, b: Tensor, offsets: Tensor, *, transposed: bool) 
 
 
 def grouped_gemm_ref(a_PK: Tensor, b: Tensor, offsets: Tensor, *, transposed: bool) -> Tensor:
-    """The same in plain torch."""
+    """The grouped product in plain torch; arguments as for :func:`grouped_gemm`."""
     c_PN = a_PK.new_empty(a_PK.shape[0], b.shape[1 if transposed else 2])
     for expert, pairs in groups(offsets):
         matrix = b[expert].T if transposed else b[expert]

@@ -1,4 +1,4 @@
-"""The SwiGLU feed-forward of all local experts over rows that are read by index.
+"""The routed experts as one operator: the SwiGLU feed-forward of all local experts.
 
 Shape letters: R rows, D model width, F expert width, e local experts, m slots of a row, P pairs.
 
@@ -7,16 +7,19 @@ For each pair p = (row r, expert i) with router weight w::
     gate, up = w_gate_up[i] @ x[r]           # [F] each
     y[r]    += w_down[i] @ (silu(gate) * up * w)
 
+Rows are read by index.
+
 Example, D = F = e = m = 1: x = 2, w_gate_up = [[1], [3]], w_down = [[5]], w = 0.5 gives
 gate = 2, up = 6, silu(2) = 1.7616, y = 5 x 1.7616 x 6 x 0.5 = 26.42.
 
-The weight multiplies the activation, before the down-projection. So the backward needs only the
-rows, the up-projection's output and the pairs, and the router's gradient is the dot product of the
-activation with its own gradient (SonicMoE, arXiv 2512.14080, has the argument). No expanded [P, D]
-copy of the rows exists; the pairs of a row are summed in FP32 in a fixed order, without atomics.
+The router weight multiplies the activation, before the down-projection. So the backward needs only
+the rows, the output of the up-projection and the pairs. The gradient of a router weight is the dot
+product of the activation and the activation's gradient (SonicMoE, arXiv 2512.14080, derives it). No
+expanded [P, D] copy of the rows exists. The pairs of a row are summed in FP32 in a fixed order,
+without atomics.
 
-Bytes moved, weights apart, in elements: forward 2 R D + P (4F + 2D), backward 4 R D + P (10F + 2D).
-FLOPs: forward 6 P D F, backward twice that.
+Elements moved, without the weights: forward 2 R D + P (4F + 2D), backward 4 R D + P (10F + 2D).
+FLOPs: forward 6 P D F, backward 12 P D F.
 """
 
 from typing import Any, NamedTuple
@@ -34,35 +37,51 @@ from olmo_shard.kernels.sum_pairs import sum_pairs
 
 
 class MainGrads(NamedTuple):
-    """FP32, contiguous, of the weights' shapes: where backward adds their gradients.
+    """The FP32 tensors to which backward adds the weights' gradients.
 
-    See [Note: main gradients] in ``grouped_wgrad.py``.
+    Both are contiguous. See [Note: main gradients] in ``grouped_wgrad.py``.
     """
 
     w_gate_up: Tensor
+    """FP32 [e, 2F, D]."""
     w_down: Tensor
+    """FP32 [e, D, F]."""
 
 
 class Saved(NamedTuple):
-    """What backward needs of a forward."""
+    """The tensors of a forward that backward needs."""
 
     x_RD: Tensor
+    """[R, D]: rows in compute precision."""
     weight_P: Tensor
-    """FP32."""
+    """FP32 [P]: router weight of each pair."""
     h_P2F: Tensor
+    """[P, 2F]: output of the up-projection."""
     w_gate_up: Tensor
+    """[e, 2F, D]."""
     w_down: Tensor
+    """[e, D, F]."""
     row_P: Tensor
+    """int64 [P]: row of each pair."""
     offsets: Tensor
+    """int32 [e + 1]: first pair of each expert, and the end of the last one's."""
 
 
 def weight_of_pairs(weights_Rm: Tensor, slot_P: Tensor) -> Tensor:
-    """FP32 [P]; arbitrary behind the last pair."""
+    """Router weight of each pair, FP32 [P]; arbitrary values after the last pair.
+
+    :param weights_Rm: FP32 [R, m]: router weight of each slot.
+    :param slot_P: int64 [P]: slot of each pair.
+    """
     return weights_Rm.flatten()[slot_P.clamp(min=0)]
 
 
 def weight_of_slots(weight_P: Tensor, pair_Rm: Tensor) -> Tensor:
-    """FP32 [R, m], the inverse; 0 in empty slots."""
+    """Value of each slot, FP32 [R, m]: the inverse of ``weight_of_pairs``, with 0 in empty slots.
+
+    :param weight_P: FP32 [P]: value of each pair.
+    :param pair_Rm: int32 [R, m]: pair of each slot, -1 in empty slots.
+    """
     if len(weight_P) == 0:
         return weight_P.new_zeros(pair_Rm.shape)
     return torch.where(pair_Rm < 0, 0, weight_P[pair_Rm.clamp(min=0)])
@@ -76,7 +95,7 @@ def grouped_mlp_fwd(
     row_P: Tensor,
     offsets: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Forward by Triton: (y_PD, h_P2F); the pairs of a row are still to be summed."""
+    """Forward by Triton. Returns (y_PD, h_P2F); the caller sums the pairs of each row."""
     h_P2F, a_PF = swiglu_fwd(x_RD, weight_P, w_gate_up, row_P, offsets)
     return grouped_gemm(a_PF, w_down, offsets, transposed=True), h_P2F
 
@@ -84,9 +103,13 @@ def grouped_mlp_fwd(
 def grouped_mlp_bwd(
     dy_RD: Tensor, saved: Saved, dw_gate_up: Tensor, dw_down: Tensor, *, add: bool
 ) -> tuple[Tensor, Tensor]:
-    """Backward by Triton: (dx_PD, dweight_P).
+    """Backward by Triton. Returns (dx_PD, dweight_P); the caller sums the pairs of each row.
 
-    :param dw_gate_up: written, or added to; like ``dw_down``.
+    :param dy_RD: [R, D]: gradient of the experts' output.
+    :param saved: tensors of the forward.
+    :param dw_gate_up: [e, 2F, D]: receives the gradient of ``w_gate_up``.
+    :param dw_down: [e, D, F]: receives the gradient of ``w_down``.
+    :param add: whether these gradients are added, and not written.
     """
     x_RD, weight_P, h_P2F, w_gate_up, w_down, row_P, offsets = saved
     dh_P2F, a_PF, dweight_P = swiglu_bwd(dy_RD, weight_P, w_down, h_P2F, row_P, offsets)
@@ -103,7 +126,7 @@ def grouped_mlp_fwd_ref(
     row_P: Tensor,
     offsets: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Forward in plain torch: (y_RD, h_P2F); the pairs of a row are summed by expert."""
+    """Forward in plain torch. Returns (y_RD, h_P2F); the pairs of a row are summed by expert."""
     h_P2F, a_PF = swiglu_fwd_ref(x_RD, weight_P, w_gate_up, row_P, offsets)
     y_RD = torch.zeros(x_RD.shape, dtype=torch.float32, device=x_RD.device)
     for expert, pairs in groups(offsets):
@@ -114,7 +137,7 @@ def grouped_mlp_fwd_ref(
 def grouped_mlp_bwd_ref(
     dy_RD: Tensor, saved: Saved, dw_gate_up: Tensor, dw_down: Tensor, *, add: bool
 ) -> tuple[Tensor, Tensor]:
-    """Backward in plain torch: (dx_RD, dweight_P)."""
+    """Backward in plain torch. Returns (dx_RD, dweight_P); arguments as for ``grouped_mlp_bwd``."""
     x_RD, weight_P, h_P2F, w_gate_up, w_down, row_P, offsets = saved
     dh_P2F, a_PF, dweight_P = swiglu_bwd_ref(dy_RD, weight_P, w_down, h_P2F, row_P, offsets)
     grouped_wgrad_ref(dy_RD, a_PF, offsets, dw_down, left_index_P=row_P, add=add)
@@ -139,7 +162,7 @@ def _grouped_mlp_op(
     main_down: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """(y_RD, h_P2F); the main gradients are for backward alone."""
+    """Return (y_RD, h_P2F). Only the backward uses the main gradients."""
     x_RD, weight_P = x_RD.contiguous(), weight_of_pairs(weights_Rm, slot_P)
     if backend == "reference":
         return grouped_mlp_fwd_ref(x_RD, weight_P, w_gate_up, w_down, row_P, offsets)
@@ -167,7 +190,7 @@ def _grouped_mlp_bwd_op(
     pair_Rm: Tensor,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of (x_RD, weights_Rm, w_gate_up, w_down)."""
+    """Return the gradients of (x_RD, weights_Rm, w_gate_up, w_down)."""
     dw_gate_up, dw_down = torch.empty_like(w_gate_up), torch.empty_like(w_down)
     weight_P = weight_of_pairs(weights_Rm, slot_P)
     saved = Saved(x_RD.contiguous(), weight_P, h_P2F, w_gate_up, w_down, row_P, offsets)
@@ -186,7 +209,7 @@ def _(
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     written = x_RD, weights_Rm, w_gate_up, w_down
-    return tuple(torch.empty_like(each).contiguous() for each in written)  # type: ignore[return-value]
+    return tuple(torch.empty_like(operand).contiguous() for operand in written)  # type: ignore[return-value]
 
 
 @torch.library.custom_op(
@@ -240,7 +263,8 @@ def _backward(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, main_gate_up, main_down, ctx.backend = inputs
     ctx.save_for_backward(*tensors, output[1])
-    # Not saved: a recompute of the forward would hand back others.
+    # Not by save_for_backward: under activation checkpointing it would return other tensors, those
+    # of the recomputed forward.
     ctx.main_grads = None if main_gate_up is None else (main_gate_up, main_down)
     ctx.set_materialize_grads(False)
 
@@ -267,18 +291,19 @@ def grouped_mlp(
     backend: Backend = "reference",
     main_grads: MainGrads | None = None,
 ) -> Tensor:
-    """Run every pair through its expert and sum the pairs of a row.
+    """Run each pair through its expert, and sum the weighted outputs of each row.
 
-    Experts without a pair get zero gradients, so that every rank has the same graph.
+    Experts without a pair get gradients of zero, so that every rank has the same autograd graph.
 
-    :param x_RD: [R, D] rows in compute precision.
-    :param weights_Rm: FP32 router weight of each slot.
+    :param x_RD: [R, D]: rows in compute precision.
+    :param weights_Rm: FP32 [R, m]: router weight of each slot.
     :param w_gate_up: [e, 2F, D]; rows 0..F-1 are the gate.
     :param w_down: [e, D, F].
-    :param layout: the pairs, by :func:`expert_layout`.
-    :param main_grads: where backward adds the weights' gradients, which it then does not return;
-        null returns them.
+    :param layout: the pairs, as returned by :func:`expert_layout`.
+    :param backend: ``triton`` or ``reference``.
+    :param main_grads: tensors to which backward adds the weights' gradients; autograd then gets
+        none. ``None`` returns the gradients to autograd.
     :returns: [R, D]; a row without a pair is zero.
     """
-    mains = (None, None) if main_grads is None else main_grads
-    return _grouped_mlp_op(x_RD, weights_Rm, w_gate_up, w_down, *layout, *mains, backend)[0]
+    main_pair = (None, None) if main_grads is None else main_grads
+    return _grouped_mlp_op(x_RD, weights_Rm, w_gate_up, w_down, *layout, *main_pair, backend)[0]

@@ -1,13 +1,13 @@
-"""The up-projection of all experts with SwiGLU in its epilogue, over rows that are read by index.
+"""The up-projection of all experts with SwiGLU in its epilogue; rows are read by index.
 
 Shape letters: R rows, P pairs ordered by expert, D model width, F expert width, e local experts.
 
-For each pair p = (row r, expert i) with router weight w::
+For each pair p = (row r, expert i) with router weight w, forward computes::
 
     gate, up = w_gate_up[i] @ x[r]          # [F] each; h[p] = (gate, up), rounded and saved
     a[p]     = silu(gate) * up * w
 
-and backward, from the gradient dy[r] of the expert's output::
+and backward computes, from the gradient dy[r] of the expert's output::
 
     da         = dy[r] @ w_down[i]          # [F]
     dweight[p] = sum over F of da * silu(gate) * up
@@ -16,9 +16,10 @@ and backward, from the gradient dy[r] of the expert's output::
 Example, D = F = 1: x = 2, w_gate_up = [[1], [3]], w = 0.5 give h = (2, 6) and a = silu(2) x 6 x 0.5
 = 5.285. With w_down = 5 and dy = 1: da = 5, dweight = 5 x silu(2) x 6 = 52.85.
 
-No copy [P, D] of the rows exists. Products, sums and the activation are FP32; h, a and dh are
-rounded once. Bytes moved, where cached rows count once: forward (R D + 3 P F + 2 e F D) x itemsize,
-backward (R D + 5 P F + e F D) x itemsize. FLOPs: forward 4 P D F, backward 2 P D F.
+No [P, D] copy of the rows exists. Products, sums and the activation are FP32; h, a and dh are
+rounded once. Bytes moved, if each row is read from memory once: forward
+(R D + 3 P F + 2 e F D) x itemsize, backward (R D + 5 P F + e F D) x itemsize. FLOPs: forward
+4 P D F, backward 2 P D F.
 """
 
 import torch
@@ -60,6 +61,7 @@ def _swiglu_fwd_kernel(
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
+    # Phase 1: this program's tile; programs after the last tile return.
     tile_m, tile_n = tile_of_program(tl.program_id(0), tiles_m, tl.cdiv(F, BLOCK_N), GROUP_M)
     expert, start, end = find_tile(offsets_ptr, tile_m, num_experts, EXPERTS, BLOCK_M)
     if expert == num_experts:
@@ -68,17 +70,18 @@ def _swiglu_fwd_kernel(
     pair_M = tl.arange(0, BLOCK_M)
     col_N = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     inner_K = tl.arange(0, BLOCK_K)
-    there_M = pair_M < end - start
-    there_N = col_N < F
-    row_M = tl.load(row_ptr + first + pair_M, mask=there_M, other=0).to(tl.int64)
+    is_row_M = pair_M < end - start
+    is_col_N = col_N < F
+    row_M = tl.load(row_ptr + first + pair_M, mask=is_row_M, other=0).to(tl.int64)
     x_ptrs = x_ptr + row_M[:, None] * D + inner_K[None, :]
     gate_ptrs = w_ptr + expert.to(tl.int64) * 2 * F * D
     gate_ptrs += inner_K[:, None] + col_N[None, :] * D
     up_ptrs = gate_ptrs + F * D
+    # Phase 2: gate and up in one loop, so that each tile of x is read once for both.
     gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, D, BLOCK_K):
-        mask_x = there_M[:, None]
+        mask_x = is_row_M[:, None]
         if not EVEN_K:
             mask_x = mask_x & (inner_K < D - k)[None, :]
         x = tl.load(x_ptrs, mask=mask_x, other=0.0)
@@ -86,7 +89,7 @@ def _swiglu_fwd_kernel(
             w_gate = tl.load(gate_ptrs)
             w_up = tl.load(up_ptrs)
         else:
-            mask_w = (inner_K < D - k)[:, None] & there_N[None, :]
+            mask_w = (inner_K < D - k)[:, None] & is_col_N[None, :]
             w_gate = tl.load(gate_ptrs, mask=mask_w, other=0.0)
             w_up = tl.load(up_ptrs, mask=mask_w, other=0.0)
         if UPCAST:
@@ -96,14 +99,15 @@ def _swiglu_fwd_kernel(
         x_ptrs += BLOCK_K
         gate_ptrs += BLOCK_K
         up_ptrs += BLOCK_K
-    mask = there_M[:, None] & there_N[None, :]
+    # Phase 3: store h, then the weighted activation.
+    mask = is_row_M[:, None] & is_col_N[None, :]
     dtype = h_ptr.dtype.element_ty
     h_ptrs = h_ptr + first * 2 * F + pair_M[:, None] * (2 * F) + col_N[None, :]
     tl.store(h_ptrs, gate.to(dtype), mask=mask)
     tl.store(h_ptrs + F, up.to(dtype), mask=mask)
-    # From the rounded values, as backward will see them.
+    # The activation uses the rounded values of h, as backward will.
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-    weight_M = tl.load(weight_ptr + first + pair_M, mask=there_M, other=0.0)
+    weight_M = tl.load(weight_ptr + first + pair_M, mask=is_row_M, other=0.0)
     activation = gate * tl.sigmoid(gate) * up * weight_M[:, None]
     a_ptrs = a_ptr + first * F + pair_M[:, None] * F + col_N[None, :]
     tl.store(a_ptrs, activation.to(dtype), mask=mask)
@@ -112,13 +116,13 @@ def _swiglu_fwd_kernel(
 def swiglu_fwd(
     x_RD: Tensor, weight_P: Tensor, w_gate_up: Tensor, row_P: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(h [P, 2F], a [P, F]); what lies behind the last pair is not written.
+    """Return h [P, 2F] and a [P, F]. Rows after the last pair are not written.
 
-    :param x_RD: contiguous.
-    :param weight_P: FP32.
+    :param x_RD: [R, D], contiguous.
+    :param weight_P: FP32 [P]: router weight of each pair.
     :param w_gate_up: [e, 2F, D], gate first, contiguous.
-    :param row_P: int64, row of each pair.
-    :param offsets: int32 [e + 1].
+    :param row_P: int64 [P]: row of each pair.
+    :param offsets: int32 [e + 1]: first pair of each expert, and the end of the last one's.
     """
     num_experts, D = w_gate_up.shape[0], x_RD.shape[1]
     width = w_gate_up.shape[1] // 2
@@ -174,6 +178,7 @@ def _swiglu_bwd_kernel(
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
+    # Phase 1: this program's tile; programs after the last tile return.
     tile_m, tile_n = tile_of_program(tl.program_id(0), tiles_m, tl.cdiv(F, BLOCK_N), GROUP_M)
     expert, start, end = find_tile(offsets_ptr, tile_m, num_experts, EXPERTS, BLOCK_M)
     if expert == num_experts:
@@ -182,17 +187,18 @@ def _swiglu_bwd_kernel(
     pair_M = tl.arange(0, BLOCK_M)
     col_N = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     inner_K = tl.arange(0, BLOCK_K)
-    there_M = pair_M < end - start
-    there_N = col_N < F
-    row_M = tl.load(row_ptr + first + pair_M, mask=there_M, other=0).to(tl.int64)
+    is_row_M = pair_M < end - start
+    is_col_N = col_N < F
+    row_M = tl.load(row_ptr + first + pair_M, mask=is_row_M, other=0).to(tl.int64)
     dy_ptrs = dy_ptr + row_M[:, None] * D + inner_K[None, :]
     w_ptrs = w_ptr + expert.to(tl.int64) * D * F + inner_K[:, None] * F + col_N[None, :]
+    # Phase 2: da, the gradient of the activation.
     da = tile_product(
         dy_ptrs,
         w_ptrs,
         BLOCK_K * F,
-        there_M,
-        there_N,
+        is_row_M,
+        is_col_N,
         D,
         EVEN_K,
         EVEN_N,
@@ -201,11 +207,12 @@ def _swiglu_bwd_kernel(
         BLOCK_K,
         UPCAST,
     )
-    weight_M = tl.load(weight_ptr + first + pair_M, mask=there_M, other=0.0)
+    weight_M = tl.load(weight_ptr + first + pair_M, mask=is_row_M, other=0.0)
     h_ptr += first * 2 * F
     dh_ptr += first * 2 * F
     a_ptr += first * F
-    # A part of the columns at a time: for all of them registers would not suffice.
+    # Phase 3: dh and a for a quarter of the columns at a time, since the registers do not suffice
+    # for all of them.
     dweight_M = tl.zeros((BLOCK_M,), dtype=tl.float32)
     halves = tl.split(da.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1))
     for half in tl.static_range(2):
@@ -218,15 +225,16 @@ def _swiglu_bwd_kernel(
                 dh_ptr,
                 a_ptr,
                 weight_M,
-                there_M,
+                is_row_M,
                 column,
                 F,
                 BLOCK_M,
                 BLOCK_N // 4,
             )
-    # Each column tile has a row of its own, added up in order afterwards: no atomics.
+    # Phase 4: each column tile stores its part of dweight in a row of its own. The launcher sums
+    # these rows in order, so no atomics are needed.
     dweight_ptr += tile_n.to(tl.int64) * num_pairs + first
-    tl.store(dweight_ptr + pair_M, dweight_M, mask=there_M)
+    tl.store(dweight_ptr + pair_M, dweight_M, mask=is_row_M)
 
 
 @triton.jit
@@ -236,16 +244,16 @@ def _swiglu_bwd_columns(
     dh_ptr,
     a_ptr,
     weight_M,
-    there_M,
+    is_row_M,
     column,
     F,
     BLOCK_M: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write dh and a in some columns of a tile; their part of dweight."""
+    """Store dh and a for some columns of a tile, and return the columns' part of dweight."""
     pair_M = tl.arange(0, BLOCK_M)
     col_N = column + tl.arange(0, COLUMNS)
-    mask = there_M[:, None] & (col_N < F)[None, :]
+    mask = is_row_M[:, None] & (col_N < F)[None, :]
     at_h = pair_M[:, None] * (2 * F) + col_N[None, :]
     gate = tl.load(h_ptr + at_h, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(h_ptr + F + at_h, mask=mask, other=0.0).to(tl.float32)
@@ -270,12 +278,16 @@ def swiglu_bwd(
     row_P: Tensor,
     offsets: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dh [P, 2F], a [P, F], dweight FP32 [P]); zero behind the last pair where it is dweight, not
-    written elsewhere.
+    """Return dh [P, 2F], a [P, F] and dweight FP32 [P].
 
-    :param dy_RD: contiguous.
+    After the last pair dweight is zero, and rows of dh and a are not written.
+
+    :param dy_RD: [R, D], contiguous: gradient of the experts' output.
+    :param weight_P: FP32 [P]: router weight of each pair.
     :param w_down: [e, D, F], contiguous.
-    :param h_P2F: of the forward.
+    :param h_P2F: [P, 2F]: h of the forward.
+    :param row_P: int64 [P]: row of each pair.
+    :param offsets: int32 [e + 1]: first pair of each expert, and the end of the last one's.
     """
     num_experts, D, width = w_down.shape
     num_pairs = row_P.shape[0]
@@ -312,7 +324,7 @@ def swiglu_bwd(
 def swiglu_fwd_ref(
     x_RD: Tensor, weight_P: Tensor, w_gate_up: Tensor, row_P: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The forward in plain torch."""
+    """The forward in plain torch; arguments as for :func:`swiglu_fwd`."""
     num_pairs = row_P.shape[0]
     h_P2F = x_RD.new_empty(num_pairs, w_gate_up.shape[1])
     a_PF = x_RD.new_empty(num_pairs, w_gate_up.shape[1] // 2)
@@ -331,7 +343,7 @@ def swiglu_bwd_ref(
     row_P: Tensor,
     offsets: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward in plain torch."""
+    """The backward in plain torch; arguments as for :func:`swiglu_bwd`."""
     num_pairs, width = row_P.shape[0], w_down.shape[2]
     dh_P2F, a_PF = torch.empty_like(h_P2F), dy_RD.new_empty(num_pairs, width)
     dweight_P = torch.zeros_like(weight_P)

@@ -1,23 +1,25 @@
-"""Weight gradients of all experts: dw[i] (+)= the sum of left[p] right[p]^T over i's pairs p.
+"""Weight gradients of all experts: dw[i] (+)= sum of left[p] right[p]^T over expert i's pairs p.
 
-Shape letters: P pairs ordered by expert, e experts, M and N the widths of the two sides. Either
-side may be read by index: then pair p is row ``index_P[p]`` of it.
+Shape letters: P pairs ordered by expert, R rows, e experts; M and N the widths of the two sides.
+
+Each side may be read by index. Then pair p is row ``index_P[p]`` of that side.
 
 Example, P = 3, e = 2, offsets [0, 2, 3], M = N = 1: left = [[1], [2], [3]] and right = [[10], [20],
 [30]] give dw = [[[50]], [[90]]].
 
-[Note: main gradients] With ``add`` the sums are added to what ``dw`` holds, in FP32: given the main
-gradients of a window, they accumulate there without a rounding and without another pass over
-memory.
+[Note: main gradients] With ``add`` the kernel adds the sums to the values in ``dw``, in FP32. If
+``dw`` holds the main gradients of a window, they accumulate there without a rounding and without
+another pass over memory.
 
-[Note: carried index] Each step of the loop reads BLOCK_K pairs, and the step before has loaded
-their rows' index: the loop carries it by exactly one step. An index that is loaded in the step that
-uses it takes a stage of Triton's software pipeline. Then two of three buffers are left, and each
-step waits for its own copies (``cp.async.wait_group 0``). Carried by two steps, the index switches
-the pipeline off.
+[Note: carried index] Each iteration of the loop reads BLOCK_K pairs. Their row indices were loaded
+by the iteration before: the loop carries them by exactly one iteration. An index that is loaded in
+the iteration that uses it occupies a stage of Triton's software pipeline. Two of three buffers then
+remain for the operands, and each iteration waits for its own copies (``cp.async.wait_group 0``). An
+index carried by two iterations disables the pipeline.
 
-Sums are FP32, over an expert's pairs in order. Bytes moved: (P M + P N) x itemsize + 4 e M N, or
-8 e M N with ``add``. FLOPs: 2 P M N.
+Sums are FP32, over the pairs of an expert in order.
+
+Bytes moved: (P M + P N) x itemsize + 4 e M N, or 8 e M N with ``add``. FLOPs: 2 P M N.
 """
 
 import torch
@@ -47,6 +49,7 @@ def _wgrad_kernel(
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
+    # Phase 1: this program's expert and tile. With ADD an expert without pairs keeps its values.
     expert = tl.program_id(1)
     tile_m, tile_n = tile_of_program(
         tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M
@@ -55,22 +58,23 @@ def _wgrad_kernel(
     end = tl.load(offsets_ptr + expert + 1)
     if ADD and start == end:
         return
+    # Phase 2: the sum of outer products over the expert's pairs, BLOCK_K pairs per iteration.
     row_M = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     col_N = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    there_M = row_M < M
-    there_N = col_N < N
+    is_row_M = row_M < M
+    is_col_N = col_N < N
     inner_K = tl.arange(0, BLOCK_K).to(tl.int64)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     # See [Note: carried index].
     left_K = _load_index(left_index_ptr, start + inner_K, end, INDEX_LEFT)
     right_K = _load_index(right_index_ptr, start + inner_K, end, INDEX_RIGHT)
     for first in range(start, end, BLOCK_K):
-        there_K = first + inner_K < end
-        mask_left = there_K[None, :]
-        mask_right = there_K[:, None]
+        is_pair_K = first + inner_K < end
+        mask_left = is_pair_K[None, :]
+        mask_right = is_pair_K[:, None]
         if not EVEN:
-            mask_left = mask_left & there_M[:, None]
-            mask_right = mask_right & there_N[None, :]
+            mask_left = mask_left & is_row_M[:, None]
+            mask_right = mask_right & is_col_N[None, :]
         left = tl.load(left_ptr + left_K[None, :] * M + row_M[:, None], mask=mask_left, other=0.0)
         right = tl.load(
             right_ptr + right_K[:, None] * N + col_N[None, :], mask=mask_right, other=0.0
@@ -81,8 +85,9 @@ def _wgrad_kernel(
         next_K = first + inner_K + BLOCK_K
         left_K = _load_index(left_index_ptr, next_K, end, INDEX_LEFT)
         right_K = _load_index(right_index_ptr, next_K, end, INDEX_RIGHT)
+    # Phase 3: add to the main gradients, or store.
     dw_ptrs = dw_ptr + expert.to(tl.int64) * M * N + row_M[:, None] * N + col_N[None, :]
-    mask = there_M[:, None] & there_N[None, :]
+    mask = is_row_M[:, None] & is_col_N[None, :]
     if ADD:
         acc += tl.load(dw_ptrs, mask=mask, other=0.0)
     tl.store(dw_ptrs, acc.to(dw_ptr.dtype.element_ty), mask=mask)
@@ -90,7 +95,7 @@ def _wgrad_kernel(
 
 @triton.jit
 def _load_index(index_ptr, pair_K, end, INDEXED: tl.constexpr):
-    """The rows of some pairs, int64; pairs from ``end`` on have row 0."""
+    """Row indices of BLOCK_K pairs, int64; 0 for pairs at and after ``end``."""
     if INDEXED:
         return tl.load(index_ptr + pair_K, mask=pair_K < end, other=0).to(tl.int64)
     return pair_K
@@ -106,12 +111,15 @@ def grouped_wgrad(
     right_index_P: Tensor | None = None,
     add: bool,
 ) -> None:
-    """Write ``dw``, or add to it.
+    """Write the weight gradients to ``dw``, or add them.
 
     :param left: [P, M], or [R, M] with an index; contiguous.
     :param right: [P, N], or [R, N] with an index; contiguous.
-    :param offsets: int32 [e + 1].
+    :param offsets: int32 [e + 1]: first pair of each expert, and the end of the last one's.
     :param dw: [e, M, N], contiguous; FP32 with ``add``.
+    :param left_index_P: int64 [P]: row of ``left`` for each pair; ``None`` if row p is pair p.
+    :param right_index_P: int64 [P]: row of ``right`` for each pair; ``None`` if row p is pair p.
+    :param add: whether the gradients are added to the values in ``dw``.
     """
     num_experts, M, N = dw.shape
     assert left.is_contiguous()
@@ -148,7 +156,7 @@ def grouped_wgrad_ref(
     right_index_P: Tensor | None = None,
     add: bool,
 ) -> None:
-    """The same in plain torch."""
+    """The weight gradients in plain torch; arguments as for :func:`grouped_wgrad`."""
     if not add:
         dw.zero_()
     for expert, pairs in groups(offsets):

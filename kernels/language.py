@@ -1,9 +1,12 @@
-"""Triton where it is installed (Linux has it); elsewhere a stand-in, so that the references beside
-the kernels can be imported. Kernel files take ``tl`` and ``triton`` from here.
+"""The names ``triton`` and ``tl`` that all kernel files import.
 
-[Note: specialisation] Triton compiles a kernel again for a number that is 1, or a multiple of 16,
-where others were not. Numbers that routing decides are exempt (``do_not_specialize``): a rank that
-compiles in the middle of training keeps all its peers waiting.
+They are Triton where it is installed. Elsewhere (Triton has wheels for Linux only) they are a
+stand-in, so that the plain-torch references in the kernel files can still be imported.
+
+[Note: specialisation] Triton compiles one variant of a kernel for integer arguments that equal 1,
+one for multiples of 16, and one for other values. Sizes that depend on routing are exempt
+(``do_not_specialize``): they change from step to step, and a rank that compiles in the middle of
+training keeps all its peers waiting.
 """
 
 import importlib.util
@@ -13,7 +16,7 @@ INSTALLED = importlib.util.find_spec("triton") is not None
 
 
 class _Absent:
-    """Takes the place of ``@triton.jit`` and of the types in a kernel's signature."""
+    """Stand-in for ``@triton.jit`` and for the types in a kernel's signature."""
 
     def __getattr__(self, name: str) -> Any:
         return self
@@ -30,5 +33,5 @@ else:
 
 
 def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter, on tensors of the CPU."""
+    """Whether kernels run in Triton's interpreter, on CPU tensors."""
     return INSTALLED and triton.knobs.runtime.interpret

@@ -1,17 +1,16 @@
-"""Copy what has arrived out of the own mailbox, the rows of all ranks in rank order.
+"""Copy the received rows out of this rank's mailbox, ordered by the rank they came from.
 
-Shape letters: N rows of the tokens, D width, S rows sent, R rows received, W ranks, m slots of a
-row.
+Shape letters: T tokens, D width, S rows sent, R rows received, W ranks, m slots of a row.
 
-Example: W = 3, this is rank 1, which keeps one row for itself; room for 5 rows::
+Example: W = 3, this is rank 1, which keeps one row for itself; the output has room for 5 rows::
 
-    counts_W = [2, 1, 1]         rows_RD = [a0, a1,  x[row_S[own]],  c0,  0]
-                                            rank 0   own tokens    rank 2  past R
+    counts_W = [2, 1, 1]         rows_RD = [a0, a1,  x[row_S[2]],  c0,     0]
+                                            rank 0   rank 1        rank 2  after R
 
-    local_expert_Rm is -1 and weights_Rm is 0 past R = 4.
+    local_expert_Rm is -1 and weights_Rm is 0 after R = 4.
 
-Own rows come straight from the tokens, where the list S says. The mailbox is read by plain loads,
-behind ``wait_signals`` on the same stream. Outputs are fully written.
+The rows of this rank itself come straight from its tokens, by the list S. The kernel reads the
+mailbox by plain loads, after ``wait_signals`` on the same stream. Outputs are fully written.
 
 Bytes moved per row: D x itemsize read and written, and 8 m of metadata, also read and written.
 FLOPs: none.
@@ -36,7 +35,7 @@ from olmo_shard.kernels.row_moves import (
 )
 
 PROGRAMS = 2048
-"""About sixteen for each multiprocessor of an H100: both sides are in its own memory."""
+"""Largest number of programs: about sixteen per multiprocessor of an H100. Both sides are local."""
 
 
 @triton.jit(do_not_specialize=["num_rows_out"])
@@ -63,7 +62,8 @@ def _pull_kernel(
     BLOCK: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    # One source for each program; the last ones, source W, fill what lies past R.
+    # Axis 0 of the grid is the source rank. Source W stands for the outputs after R, which are
+    # filled with zeros (rows, weights) or -1 (experts).
     source = tl.program_id(0)
     worker = tl.program_id(1).to(tl.int64)
     workers = tl.num_programs(1)
@@ -79,6 +79,8 @@ def _pull_kernel(
             experts_out = experts_ptr + first * NUM_SLOTS
             fill_values(experts_out, room * NUM_SLOTS, worker, workers, -1)
     else:
+        # The rows that came from one rank: this rank reads its own from the tokens, the others
+        # from the mailbox.
         count = tl.minimum(tl.load(counts_ptr + source), room)
         own_first = rows_before(own_counts_ptr, rank, BLOCK_W)
         region = region_to_read(arena_ptr, epoch_ptr, source, rank, num_ranks, region_bytes)
@@ -94,6 +96,7 @@ def _pull_kernel(
             else:
                 rows_in = pointer_at(region + rows_at, rows_ptr.dtype.element_ty)
                 copy_rows(rows_in, None, rows_out, count, worker, workers, WIDTH, BLOCK)
+        # Their metadata, from the same places.
         num_values = count * NUM_SLOTS
         if weights_ptr is not None:
             weights_in = pointer_at(region, tl.float32)
@@ -110,7 +113,7 @@ def _pull_kernel(
 
 
 def _pull(
-    x_ND: Tensor | None,
+    x_TD: Tensor | None,
     own: RowList,
     counts_W: Tensor,
     arena: Tensor,
@@ -119,9 +122,9 @@ def _pull(
     num_rows_out: int,
     num_programs: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Rows, weights and experts; null where there are none to pull."""
+    """Rows, weights and experts; ``None`` for each that does not travel."""
     shape, device = (num_rows_out, regions.num_slots), counts_W.device
-    rows = None if x_ND is None else x_ND.new_empty(num_rows_out, regions.width)
+    rows = None if x_TD is None else x_TD.new_empty(num_rows_out, regions.width)
     weights = experts = None
     if own.weights_Sm is not None:
         weights = torch.empty(shape, dtype=torch.float32, device=device)
@@ -130,7 +133,7 @@ def _pull(
     if num_rows_out:
         sources = regions.num_ranks + 1
         _pull_kernel[(sources, max(1, min(num_rows_out, num_programs // sources)))](
-            x_ND,
+            x_TD,
             own.row_S,
             own.weights_Sm,
             own.local_expert_Sm,
@@ -149,14 +152,14 @@ def _pull(
             regions.rows_at,
             NUM_SLOTS=regions.num_slots,
             WIDTH=regions.width,
-            BLOCK=row_block(regions.width, 4 if x_ND is None else x_ND.itemsize),
+            BLOCK=row_block(regions.width, 4 if x_TD is None else x_TD.itemsize),
             BLOCK_W=rank_block(regions),
         )
     return rows, weights, experts
 
 
 def pull_rows(
-    x_ND: Tensor,
+    x_TD: Tensor,
     sent: RowList,
     counts_W: Tensor,
     arena: Tensor,
@@ -165,18 +168,23 @@ def pull_rows(
     num_rows_out: int,
     num_programs: int = PROGRAMS,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The rows of all ranks, and their metadata where ``sent`` has some.
+    """Return the rows of all ranks, and their metadata if ``sent`` has metadata.
 
-    :param x_ND: [N, D], contiguous: this rank's tokens, as ``push_rows`` got them.
-    :param sent: what this rank sent; its own rows are among them.
-    :param counts_W: int64 [W]: rows from each rank, as ``wait_signals`` returned them.
-    :param num_rows_out: R, or more where only a bound of it is known on the host.
-    :returns: rows [num_rows_out, D]; FP32 and int32 [num_rows_out, m], or null.
+    :param x_TD: [T, D], contiguous: this rank's tokens, as passed to ``push_rows``.
+    :param sent: the rows that this rank sent, including those for itself.
+    :param counts_W: int64 [W]: rows from each rank, as returned by ``wait_signals``.
+    :param arena: uint8: this rank's arena.
+    :param epoch: int64 [1]: the epoch that has arrived.
+    :param regions: sizes of the mailbox.
+    :param num_rows_out: R, or an upper bound if the host does not know R.
+    :param num_programs: upper bound of the number of programs.
+    :returns: rows [num_rows_out, D]; router weights FP32 and local experts int32, both
+        [num_rows_out, m], or ``None``.
     """
-    assert x_ND.is_contiguous()
-    assert x_ND.shape[1] == regions.width, "not the mailbox's rows"
+    assert x_TD.is_contiguous()
+    assert x_TD.shape[1] == regions.width, "not the mailbox's rows"
     rows, weights, experts = _pull(
-        x_ND, sent, counts_W, arena, epoch, regions, num_rows_out, num_programs
+        x_TD, sent, counts_W, arena, epoch, regions, num_rows_out, num_programs
     )
     assert rows is not None
     return rows, weights, experts
@@ -192,11 +200,19 @@ def pull_weights(
     num_rows_out: int,
     num_programs: int = PROGRAMS,
 ) -> Tensor:
-    """On the way back: FP32 [num_rows_out, m], weights of the list S; 0 past S.
+    """Return the router-weight gradients that came back: FP32 [num_rows_out, m], 0 after S.
 
-    :param own_weights_Rm: FP32 [R, m]: of the rows that this rank received, its own among them.
-    :param received_W: int64 [W]: rows that were received from each rank.
+    They belong to the rows of the list S, in its order.
+
+    :param own_weights_Rm: FP32 [R, m]: gradients for the rows that this rank received, including
+        those from itself.
+    :param received_W: int64 [W]: rows that this rank has received from each rank.
     :param counts_W: int64 [W]: rows that come back from each rank.
+    :param arena: uint8: this rank's arena.
+    :param epoch: int64 [1]: the epoch that has arrived.
+    :param regions: sizes of the mailbox.
+    :param num_rows_out: S, or an upper bound.
+    :param num_programs: upper bound of the number of programs.
     """
     own = RowList(counts_W=received_W, weights_Sm=own_weights_Rm)
     _, weights, _ = _pull(None, own, counts_W, arena, epoch, regions, num_rows_out, num_programs)
@@ -205,7 +221,11 @@ def pull_weights(
 
 
 def pull_ref(blocks: list[Tensor], num_rows_out: int, fill: float) -> Tensor:
-    """What came from each rank, one after the other, in plain torch."""
+    """The rows of each rank one after the other, padded with ``fill``, in plain torch.
+
+    :param blocks: the rows from each rank, [rows, width].
+    :returns: [num_rows_out, width].
+    """
     together = torch.cat(blocks)
     rest = together.new_full((num_rows_out - len(together), together.shape[1]), fill)
     return torch.cat([together, rest])

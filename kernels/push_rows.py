@@ -1,21 +1,22 @@
-"""Copy rows, and what belongs to them, into the mailboxes of the ranks that want them.
+"""Store token rows and their metadata into the mailboxes of the ranks that own their experts.
 
-Shape letters: N rows of the tokens, D width, S rows to send, W ranks, m slots of a row.
+Shape letters: T tokens, D width, S rows to send, W ranks, m slots of a row.
 
-Example: W = 3, this is rank 1, epoch 4 begins, so its slot is 0::
+Example: W = 3, this is rank 1, epoch 4 begins, so its buffer is 0::
 
-    counts_W = [2, 1, 1]      row_S = [5, 7,    7,    2]
-                                       rank 0   own   rank 2
+    counts_W = [2, 1, 1]      row_S = [5, 7,    7,      2]
+                                       rank 0   rank 1  rank 2
 
     rank 0's region for rank 1, place (1 - 0) mod 3 - 1 = 0: rows x[5], x[7], header [2, ...]
     rank 2's region for rank 1, place (1 - 2) mod 3 - 1 = 1: row x[2], header [1, ...]
 
-The own row x[7] does not travel. Every peer gets a header, with or without rows. ``targets_W`` says
-where each peer's arena is: or, for a peer on another node, the own staging memory, which has the
-layout of that peer's arena (put_packed sends it from there).
+Row x[7] is for this rank itself and does not travel. Every peer gets a header, with or without
+rows. ``peer_ptrs_W`` holds the address of each peer's arena. For a peer on another node it holds
+the address of this rank's staging memory, which has the layout of that peer's arena;
+``put_packed`` sends it from there.
 
-Nothing is visible to a peer before ``signal_peers``, which comes behind on the same stream. The
-epoch is read from the device, so a captured graph is right in every step.
+The rows become visible to a peer with ``signal_peers``, which runs later on the same stream. The
+kernel reads the epoch from device memory, so a captured CUDA graph is right in every step.
 
 Bytes moved per row: D x itemsize read and written, and 8 m of metadata, also read and written.
 FLOPs: none.
@@ -39,8 +40,8 @@ from olmo_shard.kernels.row_moves import (
 )
 
 PROGRAMS = 512
-"""About four for each multiprocessor of an H100: 2 MiB of rows in flight at D = 2048 in bf16, more
-than NVLink moves in the microsecond that two dependent loads take."""
+"""Largest number of programs: about four per multiprocessor of an H100. At D = 2048 in bf16 they
+keep 2 MiB of rows in flight, more than NVLink moves in the microsecond of two dependent loads."""
 
 
 @triton.jit
@@ -51,7 +52,7 @@ def _push_rows_kernel(
     routes_ptr,
     weights_ptr,
     experts_ptr,
-    targets_ptr,
+    peer_ptrs_ptr,
     epoch_ptr,
     rank,
     num_ranks,
@@ -65,20 +66,22 @@ def _push_rows_kernel(
     BLOCK: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    # Staggered, so that not all ranks write to the same one first.
+    # Each rank starts with its successor, so that not all ranks write to one peer at first.
     peer = (rank + 1 + tl.program_id(0)) % num_ranks
     worker = tl.program_id(1).to(tl.int64)
     workers = tl.num_programs(1)
     first = rows_before(counts_ptr, peer, BLOCK_W)
-    # More would end in what lies behind the region.
+    # More rows would overflow the region.
     count = tl.minimum(tl.load(counts_ptr + peer), max_rows)
-    region = region_to_fill(targets_ptr, epoch_ptr, peer, rank, num_ranks, region_bytes)
+    region = region_to_fill(peer_ptrs_ptr, epoch_ptr, peer, rank, num_ranks, region_bytes)
 
+    # The header tells the peer how many rows and routes it has received.
     if worker == 0:
         num_routes = tl.zeros((), tl.int64)
         if routes_ptr is not None:
             num_routes = tl.load(routes_ptr + peer)
         store_header(region, header_at, count, num_routes)
+    # Metadata, then the rows themselves.
     if weights_ptr is not None:
         weights_at = pointer_at(region, tl.float32)
         copy_values(weights_ptr + first * NUM_SLOTS, weights_at, count * NUM_SLOTS, worker, workers)
@@ -93,9 +96,9 @@ def _push_rows_kernel(
 
 
 def push_rows(
-    x_ND: Tensor,
+    x_TD: Tensor,
     sent: RowList,
-    targets_W: Tensor,
+    peer_ptrs_W: Tensor,
     epoch: Tensor,
     regions: Regions,
     max_rows_in_all: int,
@@ -103,28 +106,29 @@ def push_rows(
 ) -> None:
     """Fill this rank's region at every peer, in the epoch after ``epoch``.
 
-    :param x_ND: [N, D], contiguous, in the mailbox's type.
-    :param sent: which rows go where; tensors on the device.
-    :param targets_W: int64 [W]: addresses of arenas, or of staging memory.
-    :param epoch: int64 [1]: puts that were finished.
-    :param max_rows_in_all: S at most.
-    :param num_programs: in all, at most.
+    :param x_TD: [T, D], contiguous, in the mailbox's dtype.
+    :param sent: the rows for each rank; tensors on the device.
+    :param peer_ptrs_W: int64 [W]: addresses of the peers' arenas, or of the staging memory.
+    :param epoch: int64 [1]: the number of completed puts.
+    :param regions: sizes of the mailbox.
+    :param max_rows_in_all: upper bound of S.
+    :param num_programs: upper bound of the number of programs.
     """
-    assert x_ND.is_contiguous()
-    assert x_ND.shape[1] == regions.width, "not the mailbox's rows"
+    assert x_TD.is_contiguous()
+    assert x_TD.shape[1] == regions.width, "not the mailbox's rows"
     num_peers = regions.num_ranks - 1
     if num_peers == 0:
         return
     most_rows = min(regions.max_rows, max_rows_in_all)
     workers = max(1, min(most_rows, num_programs // num_peers))
     _push_rows_kernel[(num_peers, workers)](
-        x_ND,
+        x_TD,
         sent.row_S,
         sent.counts_W,
         sent.routes_W,
         sent.weights_Sm,
         sent.local_expert_Sm,
-        targets_W,
+        peer_ptrs_W,
         epoch,
         regions.rank,
         regions.num_ranks,
@@ -135,14 +139,14 @@ def push_rows(
         regions.rows_at,
         NUM_SLOTS=regions.num_slots,
         WIDTH=regions.width,
-        BLOCK=row_block(regions.width, x_ND.itemsize),
+        BLOCK=row_block(regions.width, x_TD.itemsize),
         BLOCK_W=rank_block(regions),
     )
 
 
-def rows_by_rank_ref(x_ND: Tensor, sent: RowList) -> tuple[Tensor, ...]:
-    """The rows for each rank, in plain torch."""
+def rows_by_rank_ref(x_TD: Tensor, sent: RowList) -> tuple[Tensor, ...]:
+    """The rows for each rank, in plain torch: W tensors [rows, D]."""
     counts = sent.counts_W.tolist()
     num_rows = sum(counts)
-    rows_SD = x_ND[:num_rows] if sent.row_S is None else x_ND[sent.row_S[:num_rows]]
+    rows_SD = x_TD[:num_rows] if sent.row_S is None else x_TD[sent.row_S[:num_rows]]
     return torch.split(rows_SD, counts)

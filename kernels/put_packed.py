@@ -1,27 +1,32 @@
-"""Send what ``push_rows`` packed for the ranks of other nodes, each with its flag, by NVSHMEM.
+"""Send the packed rows of remote peers, each together with its flag, by one NVSHMEM put per peer.
 
-Shape letters: W ranks, F of them far (on other nodes), D width, m slots of a row.
+A *remote* peer is on another node: this rank cannot reach its memory by loads and stores.
 
-Rows for a far peer were written into the own staging memory, where the region lies as it does in
-the peer's arena. So one put per peer carries all: from the region's start, or from its header where
-rows travel without metadata or there are none, to the end of the last row.
+Shape letters: W ranks, D width, m slots of a row.
 
-Example: a region with experts_at = 64, header_at = 128, rows_at = 192, rows of 80 bytes. With
-metadata two rows are bytes 0 to 352, without it bytes 128 to 352; no row at all is 128 to 192.
+``push_rows`` has written the rows for a remote peer into this rank's staging memory. The layout of
+the staging memory is that of the peer's arena, so one put per peer carries everything. The put
+starts at the region's first byte, or at the region's header if there are no metadata or no rows. It
+ends with the last row.
 
-Arenas and flags are symmetric: an own address means the same place at the peer. Runs between
-``push_rows`` or ``reduce_and_push`` and ``signal_peers``, which skips far peers, and raises the
-epoch for all.
+Example: a region with experts_at = 64, header_at = 128, rows_at = 192, and rows of 80 bytes. Two
+rows with metadata are bytes 0 to 352, two rows without metadata bytes 128 to 352, and no rows are
+bytes 128 to 192.
 
-Bytes moved per row: D x itemsize, and the metadata of max_rows rows if any. FLOPs: none.
+Arenas and flags are symmetric: an address of this rank means the same place at the peer. The kernel
+runs after ``push_rows`` or ``reduce_and_push``, and before ``signal_peers``. The latter skips the
+flags of remote peers, and increments the epoch for all peers.
 
-NVSHMEM's device functions appear in this file alone: a kernel with them takes seconds to compile,
-links with a library, and must be initialised when it is loaded.
+Bytes moved per row: D x itemsize; per peer the metadata of max_rows rows, if any. FLOPs: none.
 
-[Note: staging] Nothing here waits for a put to have left the staging memory (quiet). A region of it
-is written again two epochs later, at n + 2. By [Note: mailbox] this rank starts n + 2 only after
-the peer has consumed n, and the peer did that only after it saw the flag of n, which NVSHMEM sets
-behind the rows of the same put. So the rows had arrived, and nobody reads their source any more.
+NVSHMEM's device functions appear in this file only. A kernel with such functions takes seconds to
+compile, links with a library, and needs an initialisation when it is loaded.
+
+[Note: staging] No kernel waits until a put has left the staging memory (NVSHMEM's *quiet*). The
+same region of the staging memory is written again two epochs later, in epoch n + 2. By
+[Note: mailbox] this rank starts epoch n + 2 only after the peer has consumed epoch n. The peer
+consumed epoch n after it had seen the flag of n, and NVSHMEM sets that flag after the rows of the
+same put. So the rows had arrived by then, and the put had finished reading its source.
 """
 
 from typing import Any, NamedTuple
@@ -34,17 +39,17 @@ from olmo_shard.kernels.regions import Regions, region_offset
 _SIGNAL_SET = tl.constexpr(9)
 
 
-class FarPeers(NamedTuple):
-    """The ranks of other nodes, and how to reach them."""
+class RemotePeers(NamedTuple):
+    """The ranks on other nodes, and how NVSHMEM reaches them."""
 
-    ranks_F: Tensor
-    """int64 [F] on the device."""
+    ranks: Tensor
+    """int64 [remote peers] on the device."""
     pes_W: Tensor
-    """int32 [W] on the device: the processing element of each rank."""
+    """int32 [W] on the device: NVSHMEM's processing element (PE) of each rank."""
     staging: Tensor
-    """uint8, symmetric, laid out as an arena."""
+    """uint8, symmetric memory with the layout of an arena."""
     bitcode: str
-    """Path of NVSHMEM's device library."""
+    """Path of NVSHMEM's device library (LLVM bitcode)."""
 
 
 @tl.core.extern
@@ -58,7 +63,7 @@ def _put_with_signal(
     pe: Any,
     _semantic: Any = None,
 ) -> Any:
-    """``nvshmemx_putmem_signal_nbi_block``: all threads of the program call it, together."""
+    """``nvshmemx_putmem_signal_nbi_block``, which all threads of a program call together."""
     i32, i64, u64 = (tl.core.dtype(name) for name in ("int32", "int64", "uint64"))
     return tl.core.extern_elementwise(
         "",
@@ -72,17 +77,18 @@ def _put_with_signal(
 
 @triton.jit
 def packed_bytes(num_rows, header_at, rows_at, row_bytes, WITH_METADATA: tl.constexpr):
-    """First byte of a region that is sent, and how many; int64."""
+    """First byte of a region to send, and the number of bytes, both int64."""
     end = rows_at + num_rows * row_bytes
     begin = num_rows * 0 + header_at
     if WITH_METADATA:
-        begin = tl.where(num_rows > 0, 0, begin)  # no rows have no metadata
+        # Without rows there are no metadata either: the header suffices.
+        begin = tl.where(num_rows > 0, 0, begin)
     return begin, end - begin
 
 
 @triton.jit
 def _put_packed_kernel(
-    far_ptr,
+    remote_ptr,
     counts_ptr,
     arena_ptr,
     flags_ptr,
@@ -98,13 +104,13 @@ def _put_packed_kernel(
     row_bytes,
     WITH_METADATA: tl.constexpr,
 ):
-    peer = tl.load(far_ptr + tl.program_id(0))
+    peer = tl.load(remote_ptr + tl.program_id(0))
     count = tl.minimum(tl.load(counts_ptr + peer), max_rows)
     epoch = tl.load(epoch_ptr) + 1
-    slot = epoch % 2
+    buffer = epoch % 2
     begin, num_bytes = packed_bytes(count, header_at, rows_at, row_bytes, WITH_METADATA)
-    offset = region_offset(peer, rank, slot, num_ranks, region_bytes) + begin
-    flag = flags_ptr.to(tl.int64) + (slot * num_ranks + rank) * 8
+    offset = region_offset(peer, rank, buffer, num_ranks, region_bytes) + begin
+    flag = flags_ptr.to(tl.int64) + (buffer * num_ranks + rank) * 8
     _put_with_signal(
         arena_ptr.to(tl.int64) + offset,
         staging_ptr.to(tl.int64) + offset,
@@ -117,7 +123,7 @@ def _put_packed_kernel(
 
 
 def put_packed(
-    far: FarPeers,
+    remote: RemotePeers,
     counts_W: Tensor,
     arena: Tensor,
     flags: Tensor,
@@ -127,24 +133,28 @@ def put_packed(
     *,
     with_metadata: bool,
 ) -> None:
-    """Put each far peer's region, then its flag; returns before they have arrived.
+    """Put the region of each remote peer, then its flag. Returns before the data arrive.
 
+    :param remote: the remote peers.
     :param counts_W: int64 [W]: rows that were packed for each rank.
-    :param arena: this rank's, uint8, symmetric; likewise ``flags``, int64.
-    :param epoch: int64 [1]: puts that were finished.
-    :param itemsize: of an element of a row.
+    :param arena: uint8: this rank's arena, symmetric memory.
+    :param flags: int64: this rank's flags, symmetric memory.
+    :param epoch: int64 [1]: the number of completed puts.
+    :param regions: sizes of the mailbox.
+    :param itemsize: bytes per element of a row.
+    :param with_metadata: whether router weights and expert numbers travel with the rows.
     """
-    if far.ranks_F.numel() == 0:
+    if remote.ranks.numel() == 0:
         return
-    # The interpreter has nothing to link; tests give it a put of their own.
-    linked = {} if interpreting() else {"extern_libs": {"libnvshmem_device": far.bitcode}}
-    _put_packed_kernel[(far.ranks_F.numel(),)](
-        far.ranks_F,
+    # The interpreter links no library; tests replace the put by a copy.
+    linked = {} if interpreting() else {"extern_libs": {"libnvshmem_device": remote.bitcode}}
+    _put_packed_kernel[(remote.ranks.numel(),)](
+        remote.ranks,
         counts_W,
         arena,
         flags,
-        far.staging,
-        far.pes_W,
+        remote.staging,
+        remote.pes_W,
         epoch,
         regions.rank,
         regions.num_ranks,

@@ -1,4 +1,4 @@
-"""Add the pairs of each received row, and store the sum in the mailbox of the rank it came from.
+"""Sum the pairs of each received row, and store the sum in the mailbox of the row's source rank.
 
 Shape letters: R rows received, D width, P pairs (row, local expert), m slots of a row, W ranks.
 
@@ -8,14 +8,15 @@ Example: W = 3, this is rank 1, rows of one element::
     pair_Rm   = [[0, 3], [2, -1], [-1, -1], [1, -1]]
     sums      = [9, 4, 0, 2]
                  |  |  +--+-- rank 2's region for rank 1
-                 |  own_out[0]
+                 |  own_out[0], since this rank is rank 1
                  rank 0's region for rank 1
 
-Sums are those of ``sum_pairs``, to the last bit. Weights (the router weights' gradients) go to the
-same places; the own ones stay where they are. Every peer gets a header, with or without rows.
+The sums are bitwise those of ``sum_pairs``. Router-weight gradients, if any, go to the same
+regions; those for this rank's own rows stay where they are. Every peer gets a header, with or
+without rows.
 
-Bytes moved per pair: D x itemsize read; per row: D x itemsize written, 4 m of indices read, and 4 m
-of weights, if any, read and written. FLOPs per pair: D.
+Bytes moved per pair: D x itemsize read. Per row: D x itemsize written, 4 m of indices read, and 4 m
+of router-weight gradients, if any, read and written. FLOPs per pair: D.
 """
 
 from torch import Tensor
@@ -42,7 +43,7 @@ def _reduce_and_push_kernel(
     counts_ptr,
     weights_ptr,
     own_ptr,
-    targets_ptr,
+    peer_ptrs_ptr,
     epoch_ptr,
     max_own,
     rank,
@@ -56,7 +57,7 @@ def _reduce_and_push_kernel(
     BLOCK: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    # Staggered; the own rows come last.
+    # Each rank starts with its successor and ends with the rows that came from itself.
     source = (rank + 1 + tl.program_id(0)) % num_ranks
     worker = tl.program_id(1).to(tl.int64)
     workers = tl.num_programs(1)
@@ -64,11 +65,13 @@ def _reduce_and_push_kernel(
     count = tl.load(counts_ptr + source)
     pair_ptr += first * NUM_SLOTS
     if source == rank:
+        # Local rows: no mailbox.
         count = tl.minimum(count, max_own)
         sum_pairs_of_rows(y_ptr, pair_ptr, own_ptr, count, worker, workers, NUM_SLOTS, WIDTH, BLOCK)
     else:
+        # More rows would overflow the region.
         count = tl.minimum(count, max_rows)
-        region = region_to_fill(targets_ptr, epoch_ptr, source, rank, num_ranks, region_bytes)
+        region = region_to_fill(peer_ptrs_ptr, epoch_ptr, source, rank, num_ranks, region_bytes)
         if worker == 0:
             store_header(region, header_at, count, count * 0)
         if weights_ptr is not None:
@@ -87,7 +90,7 @@ def reduce_and_push(
     pair_Rm: Tensor,
     counts_W: Tensor,
     weights_Rm: Tensor | None,
-    targets_W: Tensor,
+    peer_ptrs_W: Tensor,
     epoch: Tensor,
     regions: Regions,
     own_out: Tensor,
@@ -95,14 +98,17 @@ def reduce_and_push(
 ) -> None:
     """Fill this rank's region at every peer, in the epoch after ``epoch``, and ``own_out``.
 
-    :param y_PD: [P, D], contiguous, in the mailbox's type.
-    :param pair_Rm: int32 [>= R, m]: the pairs of each row, rows ordered by source; -1 for none.
+    :param y_PD: [P, D], contiguous, in the mailbox's dtype: the experts' outputs.
+    :param pair_Rm: int32 [>= R, m]: the pairs of each row, -1 in empty slots; rows are ordered by
+        source.
     :param counts_W: int64 [W]: rows received from each rank.
-    :param weights_Rm: FP32 [>= R, m], or null.
-    :param targets_W: int64 [W]: addresses of arenas, or of staging memory.
-    :param epoch: int64 [1]: puts that were finished.
-    :param own_out: [max_own, D]: where the rows that came from this rank itself go; those past
-        their number are not written.
+    :param weights_Rm: FP32 [>= R, m]: router-weight gradients, or ``None``.
+    :param peer_ptrs_W: int64 [W]: addresses of the peers' arenas, or of the staging memory.
+    :param epoch: int64 [1]: the number of completed puts.
+    :param regions: sizes of the mailbox.
+    :param own_out: [max_own, D]: receives the sums of the rows that came from this rank itself.
+        Rows after their number are not written.
+    :param num_programs: upper bound of the number of programs.
     """
     assert y_PD.is_contiguous()
     assert pair_Rm.is_contiguous()
@@ -117,7 +123,7 @@ def reduce_and_push(
         counts_W,
         weights_Rm,
         own_out,
-        targets_W,
+        peer_ptrs_W,
         epoch,
         len(own_out),
         regions.rank,

@@ -1,17 +1,20 @@
-"""Tell the peers that an epoch's rows are there, and wait for theirs. See [Note: mailbox] in
-``olmo_shard/dispatch/mailbox.py``.
+"""Set the flags of an epoch at all peers, and wait for the flags that the peers set here.
 
-Example: W = 3, this is rank 1, ``epoch`` is 4. ``signal_peers`` sets flag 1 x 3 + 1 = 4 (slot 1,
-source 1) of ranks 0 and 2 to 5, then ``epoch`` to 5. ``wait_signals`` waits until its own flags 3
-and 5 (slot 1, sources 0 and 2) are 5. Say their headers are [2, 4] and [0, 0], and that this rank
-keeps 1 row with 2 routes for itself: counts_W = [2, 1, 0], totals = [3, 6, 0].
+See [Note: mailbox] in ``olmo_shard/dispatch/mailbox.py``.
 
-Order: all rows, metadata and headers of an epoch were stored by kernels in front on the same
-stream, so they happen before the release here; it is at system scope, since other GPUs read them.
-The acquire there is at system scope, too; headers are read behind a barrier of the program, rows by
-later kernels of the stream.
+Shape letters: W ranks of the expert-parallel group.
 
-One program each. Bytes moved: 24 W of flags and headers. FLOPs: none.
+Example: W = 3, this is rank 1, ``epoch`` is 4. ``signal_peers`` sets flag 1 x 3 + 1 = 4 (buffer 1,
+source 1) of ranks 0 and 2 to 5, and then ``epoch`` to 5. ``wait_signals`` waits until this rank's
+flags 3 and 5 (buffer 1, sources 0 and 2) equal 5. Let their headers be [2, 4] and [0, 0], and let
+this rank keep 1 row with 2 routes for itself. Then counts_W = [2, 1, 0] and totals = [3, 6, 0].
+
+Memory order: earlier kernels on the same stream have stored all rows, metadata and headers of the
+epoch. These stores happen before the release in ``signal_peers``. The release and the acquire in
+``wait_signals`` are at system scope, because other GPUs take part. ``wait_signals`` reads the
+headers after a barrier of its program; later kernels on the same stream read the rows.
+
+Each of the two kernels is one program. Bytes moved: 24 W of flags and headers. FLOPs: none.
 """
 
 import torch
@@ -22,9 +25,9 @@ from olmo_shard.kernels.regions import Regions, region_offset
 from olmo_shard.kernels.row_moves import rank_block
 
 MISSING, AHEAD = 1, 2
-"""What a word of ``error`` says of a peer: its flag was not set in time, or shows a later epoch."""
-LOOK_NS = 500_000
-"""Counted for one look at the flags in the interpreter, which has no clock."""
+"""Values of ``error`` for a peer: its flag was not set in time, or holds a later epoch."""
+POLL_NS = 500_000
+"""Nanoseconds charged per poll of the flags in the interpreter, which has no clock."""
 
 
 @triton.jit
@@ -33,18 +36,20 @@ def _signal_peers_kernel(flag_ptrs_ptr, epoch_ptr, rank, num_ranks, BLOCK_W: tl.
     peer = tl.arange(0, BLOCK_W)
     address = tl.load(flag_ptrs_ptr + peer, mask=(peer < num_ranks) & (peer != rank), other=0)
     flag = address.to(tl.pointer_type(tl.int64)) + epoch % 2 * num_ranks + rank
-    # All peers at once, one thread for each: a release goes there and back.
+    # One thread per peer, all at once: a release takes a round trip.
     tl.atomic_xchg(flag, epoch, mask=address != 0, sem="release", scope="sys")
-    tl.debug_barrier()  # no thread may still read the epoch
+    # No thread may still have to read the old epoch when it is overwritten.
+    tl.debug_barrier()
     tl.store(epoch_ptr, epoch)
 
 
 def signal_peers(flag_ptrs_W: Tensor, epoch: Tensor, regions: Regions) -> None:
-    """End a put: the next epoch's flag at every peer, then ``epoch`` itself.
+    """End a put: set the flag of the next epoch at every peer, then increment ``epoch``.
 
-    :param flag_ptrs_W: int64 [W]: addresses of the peers' flags; 0 for those that are told with
-        their rows (put_packed).
-    :param epoch: int64 [1] on the device, raised by one.
+    :param flag_ptrs_W: int64 [W]: addresses of the peers' flags. 0 marks a peer on another node,
+        whose flag ``put_packed`` sets together with the rows.
+    :param epoch: int64 [1] on the device: the number of completed puts; incremented by one.
+    :param regions: sizes of the mailbox.
     """
     _signal_peers_kernel[(1,)](
         flag_ptrs_W,
@@ -58,7 +63,7 @@ def signal_peers(flag_ptrs_W: Tensor, epoch: Tensor, regions: Regions) -> None:
 
 @triton.jit
 def _now():
-    """Nanoseconds: one time for all 32 threads, which must leave a loop together."""
+    """Time in nanoseconds, the same for all 32 threads, since they must leave a loop together."""
     return tl.max(tl.zeros([32], tl.int64) + tl.extra.cuda.globaltimer())
 
 
@@ -82,41 +87,49 @@ def _wait_signals_kernel(
     BLOCK_W: tl.constexpr,
     HAS_CLOCK: tl.constexpr,
 ):
+    # Phase 1: where this epoch's flags are, and whether an earlier wait has failed.
     epoch = tl.load(epoch_ptr)
-    slot = epoch % 2
+    buffer = epoch % 2
     source = tl.arange(0, BLOCK_W)
     is_rank = source < num_ranks
     is_peer = is_rank & (source != rank)
     old_error = tl.load(error_ptr + source, mask=is_rank, other=0)
 
-    flag = flags_ptr + slot * num_ranks + source
-    found = tl.zeros([BLOCK_W], tl.int64) + epoch
-    ahead = tl.max(found) > epoch
+    flag = flags_ptr + buffer * num_ranks + source
+    value = tl.zeros([BLOCK_W], tl.int64) + epoch
+    ahead = tl.max(value) > epoch
     begun = epoch * 0
     if HAS_CLOCK:
         begun = _now()
     spent = begun - begun
-    # After an error nothing makes sense any more: do not wait again, layer after layer.
+    # Phase 2: poll until every flag equals the epoch, one flag is ahead, or time is up. After an
+    # error of an earlier layer there is no wait, so that a lost peer costs one timeout and not
+    # one per layer.
     waiting = tl.max(old_error) == 0
     while waiting:
-        found = tl.atomic_add(flag, 0, mask=is_peer, sem="acquire", scope="sys")
-        found = tl.where(is_peer, found, epoch)
-        ahead = tl.max(found) > epoch
+        # An atomic addition of 0 is a load with acquire semantics at system scope.
+        value = tl.atomic_add(flag, 0, mask=is_peer, sem="acquire", scope="sys")
+        value = tl.where(is_peer, value, epoch)
+        ahead = tl.max(value) > epoch
         if HAS_CLOCK:
             spent = _now() - begun
         else:
             spent += 1
-        waiting = (tl.min(found) < epoch) & (ahead == 0) & (spent < limit)
-    tl.debug_barrier()  # headers are read by other threads than those that acquired
-    missing = (found < epoch) & (ahead == 0)
-    error = tl.where(found > epoch, 2, tl.where(missing, 1, old_error))
+        waiting = (tl.min(value) < epoch) & (ahead == 0) & (spent < limit)
+    # Other threads than those that acquired may read the headers below.
+    tl.debug_barrier()
+
+    # Phase 3: record which peers are missing (1) or ahead (2).
+    missing = (value < epoch) & (ahead == 0)
+    error = tl.where(value > epoch, 2, tl.where(missing, 1, old_error))
     tl.store(error_ptr + source, error, mask=is_rank)
     num_errors = tl.sum((error != 0).to(tl.int64))
 
-    region = arena_ptr.to(tl.int64) + region_offset(rank, source, slot, num_ranks, region_bytes)
+    # Phase 4: read the headers, and count rows and routes. The counts are clamped, so that no later
+    # kernel reads or writes out of bounds, whatever a header contains.
+    region = arena_ptr.to(tl.int64) + region_offset(rank, source, buffer, num_ranks, region_bytes)
     header = (region + header_at).to(tl.pointer_type(tl.int64))
     is_own = source == rank
-    # Whatever a header says, no kernel behind reads or writes past what there is.
     rows = tl.load(header, mask=is_peer, other=0)
     rows = tl.minimum(tl.maximum(rows, 0), max_rows)
     rows += tl.load(own_counts_ptr + source, mask=is_own, other=0)
@@ -143,13 +156,19 @@ def wait_signals(
 ) -> tuple[Tensor, Tensor]:
     """Wait until every peer's flag equals ``epoch``, at most ``timeout_ns``.
 
-    :param flags: int64 [2 W], this rank's.
-    :param arena: uint8, this rank's.
+    :param flags: int64 [2 W]: this rank's flags.
+    :param epoch: int64 [1]: the epoch to wait for.
+    :param arena: uint8: this rank's arena.
     :param own_counts_W: int64 [W]: element ``rank`` is the number of rows that this rank keeps for
-        itself. Likewise ``own_routes_W``; null where routes are of no interest.
-    :param error: int32 [W]: ``MISSING`` or ``AHEAD`` is written for a peer. Where there is an
-        error, an old one included, nothing is waited for and there are no rows.
-    :returns: int64 [W]: rows from each rank; int64 [3]: all rows, all routes, ranks with errors.
+        itself.
+    :param own_routes_W: int64 [W]: element ``rank`` is the number of routes of these rows. ``None``
+        counts the routes of the peers' headers only.
+    :param error: int32 [W]: receives ``MISSING`` or ``AHEAD`` for a peer. If it holds an error
+        already, the kernel does not wait. With any error all counts are 0.
+    :param timeout_ns: limit of the wait in nanoseconds.
+    :param regions: sizes of the mailbox.
+    :returns: int64 [W], the rows from each rank; and int64 [3], the number of all rows, of all
+        routes, and of ranks with errors.
     """
     counts_W = torch.empty_like(own_counts_W)
     totals = torch.empty(3, dtype=torch.int64, device=flags.device)
@@ -163,7 +182,7 @@ def wait_signals(
         error,
         counts_W,
         totals,
-        timeout_ns if has_clock else -(-timeout_ns // LOOK_NS),
+        timeout_ns if has_clock else -(-timeout_ns // POLL_NS),
         regions.rank,
         regions.num_ranks,
         regions.max_rows,

@@ -1,4 +1,4 @@
-"""Add the pairs of each row.
+"""Sum the pairs of each row: the outputs of its experts on this rank.
 
 Shape letters: R rows, D width, P pairs (row, local expert), m slots of a row.
 
@@ -7,10 +7,10 @@ Example, rows of one element::
     y_PD    = [1, 2, 4, 8]
     pair_Rm = [[0, 3], [2, -1], [-1, -1]]        sums = [9, 4, 0]
 
-A row's pairs are added in the order of its slots, in FP32, and rounded once; rows without pairs are
-zero. The output is fully written.
+A row's pairs are added in the order of its slots. The sum is FP32 and rounded once. Rows without
+pairs are zero, and the output is fully written.
 
-Bytes moved per pair: D x itemsize read; per row: D x itemsize written, 4 m of indices read. FLOPs
+Bytes moved per pair: D x itemsize read. Per row: D x itemsize written, 4 m of indices read. FLOPs
 per pair: D.
 """
 
@@ -33,7 +33,10 @@ def sum_pairs_of_rows(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Row i of the target is the sum of the pairs ``pair[i]``; workers as in ``copy_rows``."""
+    """Store the sum of the pairs ``pair[i]`` in row i of the target.
+
+    Workers as in ``copy_rows``.
+    """
     row = worker
     while row < count:
         for start in tl.static_range(0, WIDTH, BLOCK):
@@ -42,10 +45,11 @@ def sum_pairs_of_rows(
             total = tl.zeros([BLOCK], tl.float32)
             for slot in tl.static_range(NUM_SLOTS):
                 pair = tl.load(pair_ptr + row * NUM_SLOTS + slot).to(tl.int64)
-                there = mask & (pair >= 0)
-                total += tl.load(y_ptr + pair * WIDTH + column, mask=there, other=0).to(tl.float32)
-            values = total.to(target_ptr.dtype.element_ty)
-            tl.store(target_ptr + row * WIDTH + column, values, mask=mask)
+                is_pair = mask & (pair >= 0)
+                values = tl.load(y_ptr + pair * WIDTH + column, mask=is_pair, other=0)
+                total += values.to(tl.float32)
+            total = total.to(target_ptr.dtype.element_ty)
+            tl.store(target_ptr + row * WIDTH + column, total, mask=mask)
         row += workers
 
 
@@ -90,18 +94,18 @@ def _(y_PD: Tensor, pair_Rm: Tensor) -> Tensor:
 
 
 def sum_pairs(y_PD: Tensor, pair_Rm: Tensor) -> Tensor:
-    """The sum of each row's pairs, [R, D] in y's type.
+    """Return the sum of each row's pairs, [R, D] in the dtype of ``y_PD``.
 
-    :param y_PD: [P, D], contiguous.
-    :param pair_Rm: int32 [R, m], contiguous: the pairs of each row; -1 for none.
+    :param y_PD: [P, D], contiguous: the experts' outputs.
+    :param pair_Rm: int32 [R, m], contiguous: the pairs of each row; -1 in empty slots.
     """
     return _sum_pairs_op(y_PD, pair_Rm)
 
 
 def sum_pairs_ref(y_PD: Tensor, pair_Rm: Tensor) -> Tensor:
-    """The same in plain torch."""
+    """The sum of each row's pairs in plain torch."""
     padded = torch.cat([y_PD, y_PD.new_zeros(1, y_PD.shape[1])]).float()
     total = torch.zeros(len(pair_Rm), y_PD.shape[1], device=y_PD.device)
     for pair_R in pair_Rm.long().unbind(dim=1):
-        total += padded[pair_R]  # -1 is the last row
+        total += padded[pair_R]  # index -1 is the row of zeros
     return total.to(y_PD.dtype)

@@ -1,18 +1,20 @@
-"""Add the rows that came back for a token, at most one a rank, straight from the mailbox.
+"""Sum the rows that came back for each token, at most one per rank, straight from the mailbox.
 
 Shape letters: T tokens, D width, W ranks, S rows of the list that was sent.
 
 Example: W = 3, this is rank 1, rows of one element::
 
     counts_W = [2, 1, 1]       rows of the list S = [1, 2,   4,    8]
-                                             rank 0's region own  rank 2's region
+                                             rank 0   rank 1   rank 2
     row_WT   = [[0,  1, -1],
                 [2, -1, -1],
                 [3, -1, -1]]   out = [1 + 4 + 8, 2, 0]
 
-In FP32 and in rank order, rounded once; tokens without rows are zero. Each row is read once.
+Rows of other ranks are read from their regions in this rank's mailbox; rows of this rank itself
+(here rank 1) are read from ``own_rows``. The sum is FP32, in rank order, and rounded once. Tokens
+without rows are zero. Each row is read once.
 
-Bytes moved per row: D x itemsize read; per token: D x itemsize written, 4 W of indices read. FLOPs
+Bytes moved per row: D x itemsize read. Per token: D x itemsize written, 4 W of indices read. FLOPs
 per row: D.
 """
 
@@ -44,6 +46,7 @@ def _sum_rows_kernel(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
+    # Add in rank order; ``first`` counts the rows of the ranks before.
     total = tl.zeros([BLOCK], tl.float32)
     first = token * 0
     index_ptr = row_ptr + token
@@ -61,7 +64,7 @@ def _sum_rows_kernel(
         first += tl.load(counts_ptr + source)
         index_ptr += num_tokens
     if totals_ptr is not None:
-        # What has not come would be summed as it lies there: no step must be made of it.
+        # After a failed wait the mailbox holds old rows. NaN keeps the optimizer from a step.
         total = tl.where(tl.load(totals_ptr + 2) == 0, total, float("nan"))
     out = total.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * WIDTH + column, out, mask=mask)
@@ -76,12 +79,16 @@ def sum_rows(
     regions: Regions,
     totals: Tensor | None = None,
 ) -> Tensor:
-    """The sum of each token's rows, [T, D] in the rows' type; NaN where ``totals`` has errors.
+    """Return the sum of each token's rows, [T, D] in the rows' dtype; NaN if ``totals`` has errors.
 
-    :param own_rows: [>= counts_W[rank], D], contiguous: those that never left this rank.
-    :param counts_W: int64 [W]: rows that were sent to each rank, as many as came back.
-    :param row_WT: int32 [W, T]: the token's row for each rank as numbered in the list S; -1: none.
-    :param totals: int64 [3], as ``wait_signals`` returned them.
+    :param own_rows: [>= counts_W[rank], D], contiguous: the rows that never left this rank.
+    :param counts_W: int64 [W]: rows sent to each rank, and returned by it.
+    :param row_WT: int32 [W, T]: number, in the list S, of the token's row for each rank; -1 for
+        none.
+    :param arena: uint8: this rank's arena.
+    :param epoch: int64 [1]: the epoch that has arrived.
+    :param regions: sizes of the mailbox.
+    :param totals: int64 [3], as returned by ``wait_signals``; ``None`` skips the check for errors.
     """
     assert own_rows.is_contiguous()
     assert row_WT.is_contiguous()
@@ -110,13 +117,13 @@ def sum_rows(
 
 
 def sum_rows_ref(rows_of_rank: list[Tensor], row_WT: Tensor) -> Tensor:
-    """The same in plain torch.
+    """The sum of each token's rows in plain torch, [T, D].
 
-    :param rows_of_rank: for each rank the rows that came back from it.
+    :param rows_of_rank: the rows that came back from each rank, [rows, D].
     """
     rows_SD = torch.cat(rows_of_rank)
     padded = torch.cat([rows_SD, rows_SD.new_zeros(1, rows_SD.shape[1])]).float()
     total = torch.zeros(row_WT.shape[1], rows_SD.shape[1], device=rows_SD.device)
     for row_T in row_WT.long():
-        total += padded[row_T]  # -1 is the last row
+        total += padded[row_T]  # index -1 is the row of zeros
     return total.to(rows_SD.dtype)

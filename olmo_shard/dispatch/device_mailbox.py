@@ -16,7 +16,7 @@ from olmo_shard.dispatch.heap.device import DeviceHeap
 from olmo_shard.dispatch.mailbox import MailboxLayout
 from olmo_shard.distributed.comm_stats import comm_stats
 from olmo_shard.errors import LostPeerError
-from olmo_shard.kernels.put_packed import FarPeers, put_packed
+from olmo_shard.kernels.put_packed import RemotePeers, put_packed
 from olmo_shard.kernels.signals import AHEAD, signal_peers, wait_signals
 
 
@@ -120,11 +120,11 @@ class DeviceMailbox:
         self.heap.close()
 
 
-def _far_peers(heap: DeviceHeap) -> FarPeers | None:
+def _far_peers(heap: DeviceHeap) -> RemotePeers | None:
     if not heap.far:
         return None
     assert heap.staging is not None
     assert heap.pes is not None
     assert heap.bitcode is not None
     ranks_F = torch.tensor(heap.far, device=heap.arena.device)
-    return FarPeers(ranks_F, heap.pes, heap.staging, heap.bitcode)
+    return RemotePeers(ranks_F, heap.pes, heap.staging, heap.bitcode)

@@ -54,7 +54,7 @@ CASES = {
     "push": Case(
         push_rows._push_rows_kernel,
         typed(
-            rows="x_ptr", words="row_ptr counts_ptr routes_ptr targets_ptr epoch_ptr",
+            rows="x_ptr", words="row_ptr counts_ptr routes_ptr peer_ptrs_ptr epoch_ptr",
             floats="weights_ptr", ints="experts_ptr", numbers="rank num_ranks",
             sizes="max_rows experts_at header_at rows_at", wide="region_bytes",
         ),
@@ -62,7 +62,7 @@ CASES = {
     "reduce": Case(
         reduce_and_push._reduce_and_push_kernel,
         typed(
-            rows="y_ptr own_ptr", ints="pair_ptr", words="counts_ptr targets_ptr epoch_ptr",
+            rows="y_ptr own_ptr", ints="pair_ptr", words="counts_ptr peer_ptrs_ptr epoch_ptr",
             floats="weights_ptr", numbers="rank num_ranks",
             sizes="max_own max_rows header_at rows_at", wide="region_bytes",
         ),
@@ -109,7 +109,7 @@ CASES = {
     "put": Case(
         put_packed._put_packed_kernel,
         typed(
-            words="far_ptr counts_ptr flags_ptr epoch_ptr", bytes_="arena_ptr staging_ptr",
+            words="remote_ptr counts_ptr flags_ptr epoch_ptr", bytes_="arena_ptr staging_ptr",
             ints="pes_ptr", numbers="rank num_ranks", wide="region_bytes",
             sizes="max_rows header_at rows_at row_bytes",
         ),

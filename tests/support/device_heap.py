@@ -17,7 +17,7 @@ from olmo_shard.dispatch.heap.device import DeviceHeap
 from olmo_shard.dispatch.heap.shared_memory import SharedMemoryHeap
 from olmo_shard.dispatch.mailbox import MailboxLayout, Region
 from olmo_shard.distributed.runtime import Runtime
-from olmo_shard.kernels.put_packed import FarPeers
+from olmo_shard.kernels.put_packed import RemotePeers
 from olmo_shard.kernels.regions import Regions
 from olmo_shard.kernels.signals import wait_signals
 
@@ -61,10 +61,10 @@ class SharedDeviceHeap(DeviceHeap):
         staged = 0 if self.staging is None else self.staging.data_ptr()
         return torch.where(self.arena_ptrs == 0, staged, self.arena_ptrs)
 
-    def far_peers(self) -> FarPeers:
+    def far_peers(self) -> RemotePeers:
         assert self.staging is not None
         assert self.pes is not None
-        return FarPeers(torch.tensor(self.far), self.pes, self.staging, "")
+        return RemotePeers(torch.tensor(self.far), self.pes, self.staging, "")
 
     def put_with_signal(self, *args: Any, _semantic: Any = None) -> None:
         """Play NVSHMEM's put: addresses of the own symmetric memory mean the same place there."""

@@ -27,6 +27,7 @@ def check_same_model(path: Path, saved: dict[str, Any], config: ModelConfig) -> 
 
     :raises CheckpointError: naming the fields of the section ``model`` that differ.
     """
+    # A field that only one of the configs has counts as None in the other.
     before, now = flatten(saved), flatten(config.model_dump())
     changed = [
         f"model.{name} = {now.get(name)!r} instead of {before.get(name)!r}"

@@ -24,6 +24,7 @@ def _accumulate_grad_kernel(main_ptr, grad_ptr, numel, BLOCK: tl.constexpr):
     # 64 bits: a parameter may have more than 2^31 elements.
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < numel
+    # FP32 arithmetic in every type, so that a narrow main gradient is rounded once.
     main = tl.load(main_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     main += tl.load(grad_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     tl.store(main_ptr + offsets, main.to(main_ptr.dtype.element_ty), mask=mask)

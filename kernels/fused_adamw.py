@@ -93,6 +93,7 @@ def _adamw_kernel(
     skip = tl.load(scalars_ptr + 1)
     correction1 = tl.load(scalars_ptr + 2)
     correction2 = tl.load(scalars_ptr + 3)
+    # One branch per program, uniform over the whole launch. A skipped step loads nothing else.
     if skip == 0:
         main = tl.load(main_ptr + offsets, mask=mask)
         grad = tl.load(grad_ptr + offsets, mask=mask) / divisor
@@ -119,6 +120,7 @@ def adamw_triton(tensors: AdamWTensors, scalars: Tensor, rates: AdamWRates) -> N
     numel = main.numel()
     if numel == 0:
         return
+    # The pointer of main stands in for a copy that is not written.
     # 1 - beta is computed here in FP64: 1 - 0.9999 in FP32 would be off by 1.7e-4.
     _adamw_kernel[(triton.cdiv(numel, BLOCK),)](
         main,

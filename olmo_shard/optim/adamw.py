@@ -17,6 +17,7 @@ class AdamW(UpdateRule):
     def begin_step(self, scalars: StepScalars) -> None:
         """Pack the scalars for the Triton kernel."""
         if self.backend == "triton":
+            # Once per step: the kernel of every segment reads the same four values.
             ones = torch.ones_like(scalars.skip)
             divisor = ones if scalars.divisor is None else scalars.divisor
             betas = self.config.beta1, self.config.beta2

@@ -27,6 +27,7 @@ def _norms_fp64(gradients: list[Tensor]) -> list[Tensor]:
 
 
 def _squared_norm(gradient: Tensor) -> Tensor:
+    # FP32 norms of whole chunks and of the rest; their squares are added in FP64.
     in_chunks = gradient.numel() // CHUNK * CHUNK
     norms = torch.linalg.vector_norm(gradient[:in_chunks].view(-1, CHUNK), dim=1)
     rest = torch.linalg.vector_norm(gradient[in_chunks:])

@@ -47,12 +47,16 @@ def group_parameters(sizes: dict[str, int], config: OptimConfig) -> list[Paramet
     :raises ConfigurationError: if a pattern of ``optim.groups`` matches no parameter, or earlier
         entries match every parameter that an entry matches.
     """
+    # A misspelt pattern would silently train with the default settings.
     _check_patterns(sizes, config)
+
+    # Keyed by label and settings: no_decay may split the parameters of one entry.
     groups: dict[tuple[str, GroupSettings], ParameterGroup] = {}
     for name, numel in sizes.items():
         label, settings = _settings_of(name, config)
         group = groups.setdefault((label, settings), ParameterGroup(label=label, settings=settings))
         group.sizes[name] = numel
+    # An entry after a wider one has no effect, which is as silent as a misspelt pattern.
     for number, entry in enumerate(config.groups):
         if not any(label == _label(number, entry.match) for label, _ in groups):
             raise ConfigurationError(

@@ -14,6 +14,7 @@ def learning_rate(step: int, peak: float, total_steps: int, config: ScheduleConf
     :param total_steps: the run's last step; ``schedule.total_steps`` replaces it if set. After
         it the learning rate stays at its last value.
     """
+    # Warm-up: linear from peak / warmup_steps to the peak.
     warmup = config.warmup_steps
     if step <= warmup:
         return peak * step / warmup
@@ -21,6 +22,7 @@ def learning_rate(step: int, peak: float, total_steps: int, config: ScheduleConf
     last = peak * config.min_lr_ratio
     if config.name == "constant":
         return peak
+    # Decay: by the share of the steps between its start and its end. Only wsd starts it late.
     start = warmup if config.decay_steps is None else max(warmup, total - config.decay_steps)
     progress = min(1.0, max(0.0, (step - start) / max(1, total - start)))
     if config.name == "cosine":

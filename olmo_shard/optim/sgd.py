@@ -20,6 +20,7 @@ class SGD(UpdateRule):
         # A skipped gradient may be infinite or NaN, and zero times such a value is NaN.
         change = torch.where(scalars.skip == 0, clipped, 0)
         for settings, (weight_views, change_views) in part.split(part.owned.main, change):
+            # A tensor, because whether to skip is known on the device alone.
             rate = torch.where(scalars.skip == 0, scalars.lr * settings.lr_multiplier, 0.0)
             for weights, step in zip(weight_views, change_views, strict=True):
                 weights.mul_(1 - rate * settings.weight_decay).sub_(step.mul_(rate))

@@ -81,9 +81,15 @@ class DistributedOptimizer:
         :param extra_sums: values to sum over all ranks in the all-reduce of the norm.
         :param step_filter: may skip a step whose norm is finite, equally on every rank.
         """
+        # Phase reduce: after it each slice holds its summed gradient.
         self.parallel_model.reduce()
+
+        # Phase norm: one all-reduce, then the scalars that every update uses.
         result = self._norm(extra_sums, step_filter)
         scalars = self._scalars(lr, result)
+
+        # Phases step and gather, slice by slice: the slices that forward reads first travel while
+        # the later ones are updated.
         self.rule.begin_step(scalars)
         for part in self.slices:
             self.rule.update(part, scalars)
@@ -92,6 +98,8 @@ class DistributedOptimizer:
 
     def _norm(self, extra_sums: Tensor | None, step_filter: StepFilter | None) -> StepResult:
         """Phase norm: the global gradient norm, and whether to apply the step."""
+        # Shards, without the padding between them: a norm per shard names the parameter whose
+        # gradient is not finite.
         gradients = [
             shard.of(gradient)
             for part in self.slices
@@ -115,6 +123,7 @@ class DistributedOptimizer:
 
     def _scalars(self, lr: float, result: StepResult) -> StepScalars:
         limit = self.config.max_grad_norm
+        # On the device: max(1, norm / limit). A norm that is not finite makes a skipped step.
         divisor = (result.grad_norm / limit).clamp(min=1).float() if limit else None
         self.step_count += result.applied
         return StepScalars(

@@ -29,6 +29,7 @@ class SpikeFilter:
     def limits(self) -> Tensor:
         """FP64 [2]: the loss and the gradient norm above which the next step will be skipped."""
         mean, deviation = self.values.mean(dim=1), self.values.std(dim=1, correction=0)
+        # An infinite limit lets every finite value pass: what is not watched, or a window not full.
         in_force = self._watched & (self.count == self.config.window)
         return torch.where(in_force, mean + self.config.sigmas * deviation, torch.inf)
 
@@ -40,6 +41,7 @@ class SpikeFilter:
         applied = loss_and_norm.isfinite().all() & (loss_and_norm <= self.limits()).all()
         # Every step computes the shifted window, and keeps it only if applied: no host sync.
         shifted = torch.cat([self.values[:, 1:], loss_and_norm[:, None]], dim=1)
+        # A step that is skipped leaves no trace: a spike would raise the limits that follow it.
         self.values = torch.where(applied, shifted, self.values)
         self.count = (self.count + applied).clamp(max=self.config.window)
         return applied

@@ -89,6 +89,7 @@ class OptimizerSlice:
         :param flats: tensors [n].
         :returns: for each distinct settings, one list per flat tensor with its views.
         """
+        # One split per tensor; compress then picks the views of one settings, in order.
         sizes = [segment.numel for segment in self.segments]
         columns = [flat.split(sizes) for flat in flats]
         for settings, mask in self._masks.items():
@@ -162,6 +163,7 @@ def _segments(owned: OwnedSlice, settings: Mapping[str, GroupSettings]) -> tuple
     # A slice may be padding alone: the end of a small parameter's bucket on many ranks.
     if not runs:
         return (Segment(numel, GroupSettings(lr_multiplier=1.0, weight_decay=0.0)),)
+    # The first run starts at 0, whatever padding comes before its first shard.
     borders = [0, *(start for _, start in runs[1:]), numel]
     lengths = [end - start for start, end in pairwise(borders)]
     return tuple(

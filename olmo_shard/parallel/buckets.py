@@ -82,7 +82,9 @@ def make_buckets(sizes: dict[str, int], group_size: int, cap: int) -> list[Bucke
     buckets: list[Bucket] = []
     spans: list[Span] = []
     start = position = 0
+    # Backward reaches the last parameter first.
     for name, numel in reversed(sizes.items()):
+        # Close the bucket before a parameter that would exceed the cap, never inside a parameter.
         if spans and position + numel - start > cap:
             buckets.append(_close(start, spans, group_size))
             start = position = buckets[-1].end
@@ -99,6 +101,7 @@ def pieces(bucket: Bucket, rank: int, group_size: int) -> list[Piece]:
     low, high = bucket.slice_of(rank, group_size)
     in_slice = []
     for span in bucket.spans:
+        # The intersection of parameter and slice. A large parameter is in the slices of many ranks.
         start, end = max(low, span.start), min(high, span.end)
         if start < end:
             offset = start - span.start

@@ -96,6 +96,7 @@ class FlatSpace:
 
     def begin_window(self) -> None:
         """Zero the gradients, and re-attach them as ``.grad`` if other code replaced them."""
+        # zero_grad(set_to_none=True), which is torch's default, removes the views.
         self.grads.zero_()
         for parameter, gradient in self._attached:
             parameter.grad = gradient
@@ -117,6 +118,7 @@ class FlatSpace:
         # FP32 values of the whole bucket, on the CPU. Padding stays zero.
         values = torch.zeros(bucket.end - bucket.start, dtype=torch.float32)
         for span in bucket.spans:
+            # A new parameter object: the old one is on the meta device.
             old = model.get_parameter(span.name)
             value = initial(self._logical[span.name])
             values[span.start - bucket.start : span.end - bucket.start] = value.flatten()
@@ -125,6 +127,7 @@ class FlatSpace:
             self._attach(parameter, self.grads[view].view(old.shape), self._logical[span.name])
             owner, _, name = span.name.rpartition(".")
             setattr(model.get_submodule(owner), name, parameter)
+        # One copy per bucket rounds the values to compute precision.
         weights = self.weights[bucket.start : bucket.end]
         weights.copy_(values)
 

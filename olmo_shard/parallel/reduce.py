@@ -81,6 +81,7 @@ class BucketReducer:
 
     def finish(self) -> None:
         """Start the buckets that have not started, and wait for all."""
+        # The same order as in backward. Waiting is safe here: this rank's backward has ended.
         while self._not_started:
             if len(self._under_way) == self._limit:
                 self._under_way.popleft().wait()
@@ -91,6 +92,7 @@ class BucketReducer:
     def _install_hook(self, parameter: nn.Parameter, bucket: FlatBucket, name: str) -> None:
         def mark_ready(_: nn.Parameter) -> None:
             """Note that a parameter's gradient is final, and start the buckets that can start."""
+            # A bucket that has started is no longer in the mapping.
             if bucket not in self._pending_params:
                 raise TrainingError(
                     f"a gradient of {name} came after its bucket was reduced: the window's last "
@@ -107,6 +109,7 @@ class BucketReducer:
         """Start buckets in order until one is not ready or staging memory is full."""
         while self._not_started and not self._pending_params[self._not_started[0]]:
             if len(self._under_way) == self._limit:
+                # Staging memory is full. Backward must not wait, so the next gradient tries again.
                 if not self._under_way[0].is_ready():
                     return
                 self._under_way.popleft().wait()

@@ -81,6 +81,7 @@ class OwnedSlice(ABC):
     @property
     def model_weights(self) -> Tensor:
         """[n] in compute precision: this slice of the weights that the model computes with."""
+        # The input of the all-gather, also in FP32.
         return self.main if self.model_copy is None else self.model_copy
 
     @abstractmethod

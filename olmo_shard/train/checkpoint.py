@@ -124,12 +124,14 @@ class Checkpointer:
         tensors: dict[str, Tensor] = {}
         kinds = self._kinds(with_optimizer=with_optimizer)
         for part in self.optimizer.slices:
+            # Views: a load writes through them into main weights and state.
             flats = part.tensors()
             for shard in part.owned.shards:
                 for kind in kinds:
                     tensors[f"{kind}.{shard.name}"] = LogicalTensor.from_shard(
                         shard.of(flats[kind]), shard.chunks, shard.shape.numel()
                     )
+        # Router biases belong to the weights; the other buffers are state of the training.
         for name, buffer in self.model.named_buffers():
             if with_optimizer or name.endswith("expert_bias"):
                 tensors[f"buffer.{name}"] = buffer

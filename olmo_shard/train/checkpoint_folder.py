@@ -106,12 +106,15 @@ def commit(partial: Path, final: Path, state: SavedState) -> None:
     """
     old = final.with_name(final.name + _OLD)
     with _os_errors_as_training_errors(f"cannot save {final}"):
+        # The state is the last file: a folder without it never counts.
         _write_state(partial / STATE, state)
+        # The old checkpoint counts as .old until the rename after it gives this one its name.
         if final.exists():
             shutil.rmtree(old, ignore_errors=True)
             final.rename(old)
         partial.rename(final)
         _sync_folder(final.parent)
+    # Only now: until the folder's entry is on disk, a power failure may bring the old state back.
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -136,6 +139,7 @@ def read_state(path: Path) -> SavedState:
     try:
         return SavedState.model_validate_json((path / STATE).read_bytes())
     except FileNotFoundError as error:
+        # A common mistake is to name the run's folder instead of one of its checkpoints.
         inside = complete_checkpoints(path)
         hint = f"; name a checkpoint of this run, such as {inside[-1]}" if inside else ""
         raise CheckpointError(
@@ -172,6 +176,7 @@ def _write_state(path: Path, state: SavedState) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
+    # A rename is durable only after an fsync of the folder that holds the name.
     descriptor = os.open(folder, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)

@@ -65,6 +65,7 @@ class LogicalTensor(torch.Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """The memory of one range, to read from or to write into."""
         assert index.offset is not None
+        # The local tensor is the concatenation of the chunks, in their order.
         start = 0
         for offset, length in self._chunks:
             if offset == index.offset[0]:

@@ -1,4 +1,4 @@
-"""The commands as a person types them, run in this process. Runs in CI."""
+"""The commands as a person types them, run in this process."""
 
 import resource
 import signal

@@ -1,4 +1,4 @@
-"""The variables that choose CPU kernels take effect. Runs in CI, once per set of kernels.
+"""The variables that choose CPU kernels take effect. Runs once per set of kernels.
 
 Without this test, a misspelt variable would repeat the numeric part with the kernels of the first
 time.

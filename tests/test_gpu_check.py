@@ -1,4 +1,4 @@
-"""The script that checks a GPU, on a CPU: tiny sizes in Triton's interpreter. Runs in CI.
+"""The script that checks a GPU, on a CPU: tiny sizes in Triton's interpreter.
 
 What it says of a GPU no test here can know; that it runs, compares and reports they can.
 """

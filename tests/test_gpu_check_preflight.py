@@ -1,4 +1,4 @@
-"""The GPU check's look at a machine before it starts a part. Runs in CI."""
+"""The GPU check's look at a machine before it starts a part."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Jobs of several processes, to their end or to a kill; few, since slow. Runs in CI."""
+"""Jobs of several processes, to their end or to a kill; few, since slow."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""scripts/slurm.sbatch on a cluster of stand-ins, scripts/torchrun.sh with one. Runs in CI."""
+"""scripts/slurm.sbatch on a cluster of stand-ins, scripts/torchrun.sh with one."""
 
 import json
 import shutil

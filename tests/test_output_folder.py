@@ -1,4 +1,4 @@
-"""Where the scripts write their results: made, or refused, before any work. Runs in CI."""
+"""Where the scripts write their results: made, or refused, before any work."""
 
 import argparse
 import ast

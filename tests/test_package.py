@@ -1,4 +1,4 @@
-"""Which way imports go, what importing costs, what the wheel holds. Runs in CI."""
+"""Which way imports go, what importing costs, what the wheel holds."""
 
 import ast
 import subprocess

@@ -1,4 +1,4 @@
-"""The README tells the truth: its loop runs, and its commands exist. Runs on gloo, in CI."""
+"""The README tells the truth: its loop runs, and its commands exist. Runs on gloo."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Loading, extending, overriding; each mistake names field, value, rule and way out. Runs in CI."""
+"""Loading, extending, overriding; each mistake names field, value, rule and way out."""
 
 from pathlib import Path
 

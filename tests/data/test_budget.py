@@ -1,4 +1,4 @@
-"""Where a run ends, also after a changed batch, and what it leaves out. Runs in CI."""
+"""Where a run ends, also after a changed batch, and what it leaves out."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Long documents are cut where the ids of the pieces are those of the whole. Runs in CI."""
+"""Long documents are cut where the ids of the pieces are those of the whole."""
 
 import pytest
 from tokenizers import Tokenizer

@@ -1,4 +1,4 @@
-"""Batches and pieces bound the memory and change no id. Runs in CI."""
+"""Batches and pieces bound the memory and change no id."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Identity of the data: files, their order and their content. Runs in CI."""
+"""Identity of the data: files, their order and their content."""
 
 import os
 from pathlib import Path

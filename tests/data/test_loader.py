@@ -1,4 +1,4 @@
-"""Batches, mixtures, epochs, document masks, validation sets. Runs in CI."""
+"""Batches, mixtures, epochs, document masks, validation sets."""
 
 import numpy as np
 import pytest

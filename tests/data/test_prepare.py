@@ -1,4 +1,4 @@
-"""From text to token files: every kind of source, every kind of mistake. Runs in CI."""
+"""From text to token files: every kind of source, every kind of mistake."""
 
 import gzip
 import hashlib

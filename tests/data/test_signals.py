@@ -1,4 +1,4 @@
-"""Signals end prepare inside of native code, and leave nothing. Runs in CI."""
+"""Signals end prepare inside of native code, and leave nothing."""
 
 import random
 import signal

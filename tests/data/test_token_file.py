@@ -1,4 +1,4 @@
-"""Token files that cannot be used are named, with their reasons. Runs in CI."""
+"""Token files that cannot be used are named, with their reasons."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Token files whose declared type is wrong are refused, and true ones never. Runs in CI."""
+"""Token files whose declared type is wrong are refused, and true ones never."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Settings of a tokenizer.json that change ids are off; end tokens are special. Runs in CI."""
+"""Settings of a tokenizer.json that change ids are off; end tokens are special."""
 
 import json
 from pathlib import Path

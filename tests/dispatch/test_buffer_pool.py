@@ -1,4 +1,4 @@
-"""Memory that is used again: never under a tensor in use, no more than is in use. Runs in CI."""
+"""Memory that is used again: never under a tensor in use, no more than is in use."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which routes capacity keeps. Runs in CI."""
+"""Which routes capacity keeps."""
 
 import math
 from fractions import Fraction

@@ -1,6 +1,6 @@
 """Each transport equals ``local``: rows bitwise, outputs and all gradients to FP32 rounding.
 
-Runs on gloo, in CI. Every rank has its own tokens; the reference runs all experts on one rank.
+Runs on gloo. Every rank has its own tokens; the reference runs all experts on one rank.
 """
 
 from dataclasses import dataclass

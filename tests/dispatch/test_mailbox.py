@@ -1,6 +1,6 @@
 """The mailbox protocol: layout, alternation, and a walk through all interleavings of a model of it.
 
-Runs in CI. The walk proves [Note: mailbox] for 2 and 3 ranks, and shows that it would find each way
+The walk proves [Note: mailbox] for 2 and 3 ranks, and shows that it would find each way
 of breaking the protocol.
 """
 

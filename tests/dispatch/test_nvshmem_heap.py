@@ -1,5 +1,5 @@
 """The heap over NVSHMEM, against a stub of nvshmem4py: what is called, in which order, on two
-ranks, and what is left when something fails. Runs in CI; what NVSHMEM itself does needs GPUs.
+ranks, and what is left when something fails. What NVSHMEM itself does needs GPUs.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Where NVSHMEM's host library and bitcode are looked for, on made-up installations. Runs in CI."""
+"""Where NVSHMEM's host library and bitcode are looked for, on made-up installations."""
 
 from importlib import metadata
 from pathlib import Path

@@ -1,5 +1,5 @@
 """Modules that Triton loads are initialised for NVSHMEM, once: Triton's own chain of hooks, and its
-loading of a compiled kernel, with a driver and an NVSHMEM that are made up. Runs in CI.
+loading of a compiled kernel, with a driver and an NVSHMEM that are made up.
 """
 
 import importlib

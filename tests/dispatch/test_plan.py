@@ -1,4 +1,4 @@
-"""The dispatch plan: integers alone. Runs in CI."""
+"""The dispatch plan: integers alone."""
 
 import pytest
 import torch

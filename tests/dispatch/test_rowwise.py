@@ -1,6 +1,6 @@
 """Rowwise dispatch under stress: ranks that are slow, asleep or gone, and memory over many steps.
 
-Runs in CI, in several processes. That it equals ``local`` is shown in test_dispatchers.py.
+Runs in several processes. That it equals ``local`` is shown in test_dispatchers.py.
 """
 
 import os

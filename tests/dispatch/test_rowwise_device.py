@@ -1,5 +1,5 @@
 """Rowwise dispatch by kernels: three processes in Triton's interpreter, over shared memory, where
-the same text runs as on GPUs. Runs in CI.
+the same text runs as on GPUs.
 """
 
 import sys

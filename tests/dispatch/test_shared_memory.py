@@ -1,6 +1,6 @@
 """The heap in shared memory: what peers see, what cannot be had, what a kill leaves behind.
 
-Runs in CI, in several processes.
+Runs in several processes.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Adding the rows of a token: both ways, in rank order, in FP32. Runs in CI."""
+"""Adding the rows of a token: both ways, in rank order, in FP32."""
 
 import pytest
 import torch

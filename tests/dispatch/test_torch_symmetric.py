@@ -1,5 +1,5 @@
 """The heap over PyTorch's symmetric memory, against a stub of its module: two ranks whose memory
-is on the CPU. Runs in CI; what the module itself does needs GPUs.
+is on the CPU. What the module itself does needs GPUs.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Groups and collectives. Runs on gloo, in CI."""
+"""Groups and collectives. Runs on gloo."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Which rank a process is, from the launcher's variables. Runs in CI."""
+"""Which rank a process is, from the launcher's variables."""
 
 import pytest
 

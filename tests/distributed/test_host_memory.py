@@ -1,4 +1,4 @@
-"""Available memory, from made-up files of the kernel. Runs in CI."""
+"""Available memory, from made-up files of the kernel."""
 
 from pathlib import Path
 

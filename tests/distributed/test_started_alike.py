@@ -1,4 +1,4 @@
-"""Ranks that were started differently all say so, with one message. Runs in CI."""
+"""Ranks that were started differently all say so, with one message."""
 
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,4 +1,4 @@
-"""accumulate_grad: the docstring's example, interpreter, operators, PTX. Runs in CI."""
+"""accumulate_grad: the docstring's example, interpreter, operators, PTX."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""AdamW's kernel: the docstring's example, the reference, the interpreter, PTX. Runs in CI."""
+"""AdamW's kernel: the docstring's example, the reference, the interpreter, PTX."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""The capacity kernel: the docstring's example, order, the interpreter, PTX. Runs in CI.
+"""The capacity kernel: the docstring's example, order, the interpreter, PTX.
 
 What the reference itself must hold is in ``tests/dispatch/test_capacity.py``.
 """

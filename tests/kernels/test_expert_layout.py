@@ -1,4 +1,4 @@
-"""The expert layout's kernels: the docstring's example, the interpreter, PTX. Runs in CI."""
+"""The expert layout's kernels: the docstring's example, the interpreter, PTX."""
 
 from typing import Any, NamedTuple
 

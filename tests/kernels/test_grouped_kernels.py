@@ -1,4 +1,4 @@
-"""The kernels of the grouped SwiGLU in Triton's interpreter against the references. Runs in CI."""
+"""The kernels of the grouped SwiGLU in Triton's interpreter against the references."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
 """The grouped SwiGLU against per-pair loops in FP64, its custom operators, its kernels in Triton's
-interpreter, compiled ahead of time. Runs in CI.
+interpreter, compiled ahead of time.
 """
 
 from itertools import pairwise

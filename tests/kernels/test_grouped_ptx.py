@@ -1,4 +1,4 @@
-"""The kernels of the grouped SwiGLU compiled ahead of time for three GPUs. Runs in CI."""
+"""The kernels of the grouped SwiGLU compiled ahead of time for three GPUs."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""Kernels as operators of torch: schemas, fakes, what a compiler traces. Runs in CI."""
+"""Kernels as operators of torch: schemas, fakes, what a compiler traces."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The plan's kernels: the docstring's example, the reference, the interpreter, PTX. Runs in CI.
+"""The plan's kernels: the docstring's example, the reference, the interpreter, PTX.
 
 What the reference itself must hold is in ``tests/dispatch/test_plan.py``.
 """

@@ -1,5 +1,5 @@
 """Rows travel through mailboxes by kernels: three processes, shared memory, the interpreter, where
-the same text runs as on a GPU. Runs in CI.
+the same text runs as on a GPU.
 
 Every rank computes what every other one sends, so what arrives is compared to the bit. Arenas are
 full of 0xFF wherever nothing was written, outputs of NaN.

@@ -1,5 +1,4 @@
 """The transport's kernels compiled for GPUs that are not here: widths, scopes, registers, 64 bits.
-Runs in CI.
 
 D = 2048 as in a model of a few billion parameters; eight ranks, eight slots of metadata.
 """

@@ -1,4 +1,4 @@
-"""The docstrings' examples of the transport's kernels, and extreme sizes. Runs in CI.
+"""The docstrings' examples of the transport's kernels, and extreme sizes.
 
 One process of the interpreter stands for rank 1 of three; its peers are tensors beside it.
 """

@@ -1,4 +1,4 @@
-"""Waits that fail, and one that takes time, in the interpreter. Runs in CI."""
+"""Waits that fail, and one that takes time, in the interpreter."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""The mixture-of-experts layer: what is computed while rows travel. Runs in CI."""
+"""The mixture-of-experts layer: what is computed while rows travel."""
 
 from typing import Any
 

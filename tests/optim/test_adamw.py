@@ -1,4 +1,4 @@
-"""AdamW against torch's, and SGD by hand. Runs in CI."""
+"""AdamW against torch's, and SGD by hand."""
 
 import pytest
 import torch

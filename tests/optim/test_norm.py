@@ -1,4 +1,4 @@
-"""Squared norms: chunks in FP32, sums in FP64. Runs in CI."""
+"""Squared norms: chunks in FP32, sums in FP64."""
 
 import pytest
 import torch

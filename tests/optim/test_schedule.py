@@ -1,4 +1,4 @@
-"""Learning-rate schedules. Runs in CI."""
+"""Learning-rate schedules."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The distributed optimizer: clipping, skipping, decay. Runs on gloo, in CI."""
+"""The distributed optimizer: clipping, skipping, decay. Runs on gloo."""
 
 from typing import Any
 

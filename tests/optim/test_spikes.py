@@ -1,4 +1,4 @@
-"""Steps far above those before are skipped, alike on every rank. Runs on gloo, in CI."""
+"""Steps far above those before are skipped, alike on every rank. Runs on gloo."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""The flat layout: pure arithmetic. Runs in CI."""
+"""The flat layout: pure arithmetic."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Which transport is taken, why, and what is refused. Runs on gloo, in CI."""
+"""Which transport is taken, why, and what is refused. Runs on gloo."""
 
 import gc
 import platform

@@ -1,4 +1,4 @@
-"""Collectives a window, whatever its number of micro-batches. Runs on gloo, in CI."""
+"""Collectives a window, whatever its number of micro-batches. Runs on gloo."""
 
 from collections import Counter
 from typing import Any

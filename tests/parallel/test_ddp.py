@@ -1,4 +1,4 @@
-"""Mode ddp: views, types, unused parameters, memory, equality of experts. Runs on gloo, in CI."""
+"""Mode ddp: views, types, unused parameters, memory, equality of experts. Runs on gloo."""
 
 from typing import Any
 

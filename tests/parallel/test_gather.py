@@ -1,4 +1,4 @@
-"""Phase gather: weights arrive during the next forward. Runs on gloo, in CI."""
+"""Phase gather: weights arrive during the next forward. Runs on gloo."""
 
 from itertools import pairwise
 from typing import Any

@@ -1,4 +1,4 @@
-"""Whose symmetric memory a run on GPUs takes, with stand-ins for both. Runs on gloo, in CI."""
+"""Whose symmetric memory a run on GPUs takes, with stand-ins for both. Runs on gloo."""
 
 from typing import Any
 

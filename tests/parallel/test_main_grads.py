@@ -1,4 +1,7 @@
-"""Where the gradients of routed experts add up: in place where a window's are FP32. Gloo, in CI."""
+"""Where the gradients of routed experts add up: in place where a window's are FP32.
+
+Runs on gloo.
+"""
 
 import warnings
 from typing import Any

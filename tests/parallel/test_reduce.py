@@ -1,4 +1,4 @@
-"""Phase reduce: overlapped with backward, in one order, in two types. Runs on gloo, in CI."""
+"""Phase reduce: overlapped with backward, in one order, in two types. Runs on gloo."""
 
 import time
 from collections.abc import Callable

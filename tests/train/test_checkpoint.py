@@ -1,4 +1,4 @@
-"""Checkpoints: any layout reads any other, strict keys. Runs on gloo, in CI."""
+"""Checkpoints: any layout reads any other, strict keys. Runs on gloo."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Checkpoint folders appear whole or not at all. Runs in CI."""
+"""Checkpoint folders appear whole or not at all."""
 
 import json
 import os

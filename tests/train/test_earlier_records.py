@@ -1,4 +1,4 @@
-"""Records of an earlier start are moved to a numbered folder, never deleted. Runs in CI."""
+"""Records of an earlier start are moved to a numbered folder, never deleted."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""How token rows would travel, said before anything starts. Runs in CI."""
+"""How token rows would travel, said before anything starts."""
 
 import pytest
 

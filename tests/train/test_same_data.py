@@ -1,4 +1,4 @@
-"""Ranks with other data, and resumes with other data, are refused before training. Runs in CI."""
+"""Ranks with other data, and resumes with other data, are refused before training."""
 
 import os
 from pathlib import Path

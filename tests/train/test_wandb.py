@@ -1,4 +1,4 @@
-"""W&B's real client against local servers: answering, silent, gone. Runs in CI."""
+"""W&B's real client against local servers: answering, silent, gone."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""Which files of a source are read, refused, or skipped and counted. Runs in CI."""
+"""Which files of a source are read, refused, or skipped and counted."""
 
 import os
 import socket

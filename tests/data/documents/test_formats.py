@@ -1,4 +1,4 @@
-"""Contents of every format: what is read, replaced, refused. Runs in CI."""
+"""Contents of every format: what is read, replaced, refused."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Where a W&B run goes: mode, key and server. Runs in CI."""
+"""Where a W&B run goes: mode, key and server."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""A model small enough for hundreds of steps a second, and batches to train it on."""
+"""A model that trains hundreds of steps per second, and batches for it."""
 
 from typing import Any
 
@@ -23,7 +23,11 @@ SEQUENCES, LENGTH, VOCAB = 16, 12, 96
 
 
 def model_config(router: dict[str, Any] | None = None, **changes: Any) -> ModelConfig:
-    """8 experts, top-2, a shared expert, one dense layer, every balancing loss on."""
+    """Config with 8 experts, top-2, a shared expert, one dense layer, and all balancing losses.
+
+    :param router: changed fields of the router.
+    :param changes: changed fields of the model; ``moe=None`` makes all layers dense.
+    """
     router = {
         "lb_loss_weight": 0.02,
         "z_loss_weight": 0.001,
@@ -52,6 +56,7 @@ def model_config(router: dict[str, Any] | None = None, **changes: Any) -> ModelC
 
 
 def moe_layer(model: Transformer, index: int) -> MoE:
+    """The mixture-of-experts layer of a block."""
     block = model.blocks[index]
     assert isinstance(block, Block)
     assert isinstance(block.feed_forward, MoE)
@@ -59,6 +64,7 @@ def moe_layer(model: Transformer, index: int) -> MoE:
 
 
 def meta_model(config: ModelConfig) -> Transformer:
+    """A model without memory for its weights."""
     with torch.device("meta"):
         return Transformer(config)
 
@@ -79,7 +85,7 @@ def global_batch(step: int, *, ignored: bool = True) -> tuple[Tensor, Tensor]:
 def window_of(
     step: int, rank: int, world_size: int, micro_sequences: int, *, ignored: bool = True
 ) -> list[MicroBatch]:
-    """A rank's share of a global batch, in micro-batches."""
+    """One rank's share of a global batch, as micro-batches."""
     tokens, labels = global_batch(step, ignored=ignored)
     share = SEQUENCES // world_size
     mine = range(rank * share, (rank + 1) * share, micro_sequences)
@@ -96,7 +102,7 @@ def build(
     optim: dict[str, Any],
     seed: int = 7,
 ) -> TrainStep:
-    """A parallel model and its optimizer on this rank."""
+    """A training step with its parallel model and optimizer; collective."""
     config = ParallelConfig.model_validate(parallel)
     mesh = mesh_of(rank, config.expert_parallel)
     module = meta_model(model)
@@ -106,7 +112,7 @@ def build(
 
 
 def small_model(rank: Runtime, model: Any) -> tuple[Any, DDPModel]:
-    """Any module in mode ddp, all weights 1; each parameter is a bucket, and a window has begun."""
+    """Any module in mode ddp. All weights are 1, each parameter is a bucket, a window has begun."""
     mesh = mesh_of(rank)
     config = ParallelConfig.model_validate({"ddp": {"bucket_cap_mb": 1e-6}})
     parameters = shard_experts(model, mesh)
@@ -123,7 +129,7 @@ def train(
     lr: float = 0.05,
     start: int = 0,
 ) -> list[StepOutput]:
-    """Run some steps on this rank's share."""
+    """Run some steps on this rank's share of the global batches."""
     return [
         step(window_of(start + i, rank.rank, rank.world_size, micro_sequences), lr)
         for i in range(steps)
@@ -136,24 +142,28 @@ def figures(output: StepOutput) -> tuple[float, float]:
 
 
 def owned(step: TrainStep) -> dict[str, list[tuple[int, list[float]]]]:
-    """This rank's main weights: by name, (offset in the logical tensor, values) of each chunk."""
-    found: dict[str, list[tuple[int, list[float]]]] = {}
+    """This rank's main weights: name to (offset in the logical tensor, values) per chunk."""
+    chunks_of: dict[str, list[tuple[int, list[float]]]] = {}
     for shard, main in mains(step).values():
         start = 0
         for offset, length in shard.chunks:
             values = main[start : start + length].tolist()
-            found.setdefault(shard.name, []).append((offset, values))
+            chunks_of.setdefault(shard.name, []).append((offset, values))
             start += length
-    return found
+    return chunks_of
 
 
 def mains(step: TrainStep) -> dict[str, tuple[ParameterShard, Tensor]]:
-    """This rank's shards by name, with their main weights."""
+    """Name to (shard, main weights), for the shards that this rank owns."""
     return {s.name: (s, s.of(part.main)) for part in step.optimizer.slices for s in part.shards}
 
 
 def assemble(parts: list[dict[str, list[tuple[int, list[float]]]]]) -> dict[str, Tensor]:
-    """The logical weights from what all ranks own; fails where an element has no owner or two."""
+    """The logical weights, from the chunks of all ranks.
+
+    :param parts: result of ``owned`` on each rank.
+    :raises AssertionError: if an element has no owner, or two.
+    """
     whole: dict[str, Tensor] = {}
     for name in sorted({name for part in parts for name in part}):
         chunks = sorted(chunk for part in parts for chunk in part.get(name, []))

@@ -2,9 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --constraint
-# A second environment has the newest torch that the project supports.
-NEWEST_TORCH := 2.14.1
-NEWEST := .venv-torch-$(NEWEST_TORCH)
+# A second environment has another torch: the newest that the project supports, or TORCH=2.11.0.
+TORCH := 2.14.1
+OTHER := .venv-torch-$(TORCH)
 
 .PHONY: train test test-fast test-slow test-torch check clean
 
@@ -22,14 +22,14 @@ test-fast: .venv/installed-dev  ## tests that start no process: for the inner lo
 OLD_KERNELS := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41
 AVX2_KERNELS := ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 
-test-slow: .venv/installed-dev  ## slow tests; numeric tests with other CPU kernels, newest torch
+test-slow: .venv/installed-dev  ## slow tests; numeric tests with other CPU kernels and torch
 	$(BIN)/python -m pytest -m slow
 	$(OLD_KERNELS) $(BIN)/python -m pytest -m "numeric and not slow"
 	$(AVX2_KERNELS) $(BIN)/python -m pytest -m "numeric and not slow"
 	$(MAKE) test-torch
 
-test-torch: $(NEWEST)/installed  ## numeric tests with the newest torch
-	$(NEWEST)/bin/python -m pytest -m "numeric and not slow"
+test-torch: $(OTHER)/installed  ## numeric tests with the newest torch, or with TORCH=2.11.0
+	$(OTHER)/bin/python -m pytest -m "numeric and not slow"
 
 check: .venv/installed-dev  ## lint, format, types
 	$(BIN)/ruff check .
@@ -37,7 +37,7 @@ check: .venv/installed-dev  ## lint, format, types
 	$(BIN)/basedpyright
 
 clean:  ## remove what the other targets made
-	rm -rf .venv $(NEWEST) data runs build *.egg-info
+	rm -rf .venv .venv-torch-* data runs build *.egg-info
 
 data/stdlib/meta.json: | .venv/installed
 	rm -rf data/stdlib
@@ -54,9 +54,9 @@ data/stdlib/meta.json: | .venv/installed
 	touch $@
 
 # torch pins the versions of Triton and of NVIDIA's packages; all others are those of .venv.
-$(NEWEST)/installed: pyproject.toml constraints.txt
-	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
-	grep -vE '^(torch|triton|nvidia-|nvshmem)' constraints.txt >$(NEWEST)/constraints.txt
-	echo torch==$(NEWEST_TORCH) >>$(NEWEST)/constraints.txt
-	$(NEWEST)/bin/python $(PIP_INSTALL) $(NEWEST)/constraints.txt --editable '.[dev,data]'
+$(OTHER)/installed: pyproject.toml constraints.txt
+	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	grep -vE '^(torch|triton|nvidia-|nvshmem)' constraints.txt >$(OTHER)/constraints.txt
+	echo torch==$(TORCH) >>$(OTHER)/constraints.txt
+	$(OTHER)/bin/python $(PIP_INSTALL) $(OTHER)/constraints.txt --editable '.[dev,data]'
 	touch $@

@@ -77,7 +77,8 @@ def test_files_and_functions_stay_small() -> None:
         assert path.read_text().count("\n") <= (400 if part_of(path) == "kernels" else 300), path
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
-                assert (node.end_lineno or 0) - node.lineno < 80, f"{path}: {node.name}"
+                limit = 100 if node.name.endswith("_kernel") else 80  # Triton needs more lines
+                assert (node.end_lineno or 0) - node.lineno < limit, f"{path}: {node.name}"
 
 
 def test_no_script_and_no_test_changes_the_search_path() -> None:

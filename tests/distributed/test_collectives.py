@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from olmo_shard.distributed.comm_stats import comm_stats
 from olmo_shard.distributed.failure import first_cause, is_lost_peer, read_failure
 from olmo_shard.distributed.runtime import Runtime
 from tests.support.close import BARS, close
-from tests.support.ranks import mesh_of
+from tests.support.ranks import Groups, mesh_of
 
 
 def reduce_scatter_case(rank: Runtime) -> tuple[list[float], list[float], int]:
@@ -29,7 +30,7 @@ def reduce_scatter_case(rank: Runtime) -> tuple[list[float], list[float], int]:
     return own.tolist(), gathered.tolist(), sent
 
 
-def test_reduce_scatter_then_all_gather_in_place(ranks):
+def test_reduce_scatter_then_all_gather_in_place(ranks: Groups) -> None:
     results = ranks(3).run(reduce_scatter_case)
     whole = [3 * i + 30.0 for i in range(6)]
     assert [own for own, _, _ in results] == [whole[0:2], whole[2:4], whole[4:6]]
@@ -51,7 +52,7 @@ def rounded_case(rank: Runtime, dtype: torch.dtype) -> tuple[torch.Tensor, torch
     return output, flat, comm_stats.bytes["test"] - before
 
 
-def test_a_sum_over_a_bf16_wire_is_off_by_one_rounding_of_each_value(ranks):
+def test_a_sum_over_a_bf16_wire_is_off_by_one_rounding_of_each_value(ranks: Groups) -> None:
     """The stated bound, element by element, over 60 orders of magnitude; half the bytes."""
     results = ranks(3).run(rounded_case, torch.float32)
     values = torch.stack([flat for _, flat, _ in results]).double()
@@ -64,7 +65,7 @@ def test_a_sum_over_a_bf16_wire_is_off_by_one_rounding_of_each_value(ranks):
     assert [sent for _, _, sent in results] == [2 * 40_000 * 2] * 3
 
 
-def test_bf16_values_are_summed_in_fp32(ranks):
+def test_bf16_values_are_summed_in_fp32(ranks: Groups) -> None:
     results = ranks(3).run(rounded_case, torch.bfloat16)
     values = torch.stack([flat for _, flat, _ in results]).double()
     found = torch.cat([output for output, _, _ in results]).double()
@@ -89,7 +90,7 @@ def many_case(rank: Runtime) -> list[list[float]]:
     return [output.tolist() for output in outputs]
 
 
-def test_several_are_under_way_at_once(ranks):
+def test_several_are_under_way_at_once(ranks: Groups) -> None:
     first, second = ranks(2).run(many_case)
     for index in range(3):
         base = 200.0 * index + 10
@@ -120,7 +121,7 @@ def exposed_case(rank: Runtime) -> tuple[float, float, dict[str, int]]:
     return late["late"], quick["hidden"], dict(stretch.bytes)
 
 
-def test_waiting_is_timed_and_what_overlaps_is_not(ranks):
+def test_waiting_is_timed_and_what_overlaps_is_not(ranks: Groups) -> None:
     (waited, hidden, sent), (late, _, _) = ranks(2).run(exposed_case)
     # Against each other, not against a clock: a second of sleep leaves room for a busy machine.
     assert waited > 2 * late
@@ -137,7 +138,7 @@ def groups_case(rank: Runtime) -> tuple[list[int], list[int], list[bool]]:
     return *members, distinct + separate  # type: ignore[return-value]
 
 
-def test_ep_is_innermost_and_no_group_is_shared(ranks):
+def test_ep_is_innermost_and_no_group_is_shared(ranks: Groups) -> None:
     results = ranks(4).run(groups_case)
     assert [ep for ep, _, _ in results] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [ep_dp for _, ep_dp, _ in results] == [[0, 2], [1, 3], [0, 2], [1, 3]]
@@ -148,11 +149,11 @@ def experts_case(rank: Runtime) -> list[int]:
     return list(mesh_of(rank, 2).local_experts(6))
 
 
-def test_each_rank_of_an_ep_group_holds_a_slice_of_the_experts(ranks):
+def test_each_rank_of_an_ep_group_holds_a_slice_of_the_experts(ranks: Groups) -> None:
     assert ranks(4).run(experts_case) == [[0, 1, 2], [3, 4, 5]] * 2
 
 
-def test_the_first_cause_is_not_the_loss_of_a_peer(tmp_path):
+def test_the_first_cause_is_not_the_loss_of_a_peer(tmp_path: Path) -> None:
     def record(rank: int, message: str) -> None:
         path = tmp_path / f"{rank}.json"
         path.write_text(json.dumps({"message": {"message": message}}))

@@ -1,5 +1,7 @@
 """Which rank a process is, from the launcher's variables."""
 
+from typing import Any
+
 import pytest
 
 from olmo_shard.distributed.environment import rank_from_environment
@@ -22,28 +24,28 @@ SLURM = {
 }
 
 
-def test_no_launcher():
+def test_no_launcher() -> None:
     assert rank_from_environment({"PATH": "/bin"}) is None
 
 
-def test_a_shell_under_srun_is_no_launcher():
+def test_a_shell_under_srun_is_no_launcher() -> None:
     assert rank_from_environment({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None
 
 
-def test_torchrun():
+def test_torchrun() -> None:
     info = rank_from_environment(TORCHRUN)
     assert info is not None
     assert (info.rank, info.world_size, info.local_rank, info.local_world_size) == (3, 4, 1, 2)
     assert (info.master_addr, info.master_port, info.notes) == ("10.0.0.1", 1234, ())
 
 
-def test_torchrun_under_srun_wins():
+def test_torchrun_under_srun_wins() -> None:
     info = rank_from_environment(SLURM | TORCHRUN)
     assert info is not None
     assert info.rank == 3
 
 
-def test_rank_and_world_size_alone_leave_the_local_rank_to_be_found():
+def test_rank_and_world_size_alone_leave_the_local_rank_to_be_found() -> None:
     info = rank_from_environment({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"})
     assert info is not None
     assert info.local_rank is None
@@ -53,7 +55,7 @@ def test_rank_and_world_size_alone_leave_the_local_rank_to_be_found():
     }
 
 
-def test_slurm():
+def test_slurm() -> None:
     info = rank_from_environment(SLURM)
     assert info is not None
     assert (info.rank, info.world_size, info.master_addr) == (2, 4, "127.0.0.1")
@@ -80,7 +82,7 @@ def test_slurm():
         ({"MASTER_PORT": ""}, r"MASTER_PORT = '' is not a whole number"),
     ],
 )
-def test_missing_or_contradicting_variables_are_named(change, message):
+def test_missing_or_contradicting_variables_are_named(change: dict[str, Any], message: str) -> None:
     environ = {k: v for k, v in (TORCHRUN | change).items() if v is not None}
     with pytest.raises(LaunchError, match=message):
         rank_from_environment(environ)
@@ -94,7 +96,7 @@ def test_missing_or_contradicting_variables_are_named(change, message):
         ({"SLURM_STEP_NUM_NODES": "2"}, r"SLURM_STEP_NUM_NODES = 2, but MASTER_ADDR is missing"),
     ],
 )
-def test_slurms_variables_are_named_too(change, message):
+def test_slurms_variables_are_named_too(change: dict[str, Any], message: str) -> None:
     environ = {k: v for k, v in (SLURM | change).items() if v is not None}
     with pytest.raises(LaunchError, match=message):
         rank_from_environment(environ)

@@ -1,6 +1,8 @@
-"""Available memory, from made-up files of the kernel."""
+"""Available memory, from fake files of the kernel."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,10 +10,11 @@ from olmo_shard.distributed import host_memory
 from olmo_shard.distributed.host_memory import available_memory, format_bytes
 
 GIB = 2**30
+Kernel = Callable[[str, dict[str, dict[str, str]]], None]
 
 
 @pytest.fixture
-def kernel(tmp_path, monkeypatch):
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     """``kernel(cgroup, groups)``: 8 GiB on the host, this process in ``cgroup``."""
 
     def make(cgroup: str, groups: dict[str, dict[str, str]]) -> None:
@@ -51,12 +54,14 @@ def group(limit: int | str, used: int, inactive: int = 0) -> dict[str, str]:
         ("4:memory:/job\n", {}, 8 * GIB),  # version 1: not looked at
     ],
 )
-def test_the_least_of_host_and_control_groups(kernel, cgroup, groups, expected):
+def test_the_least_of_host_and_control_groups(
+    kernel: Kernel, cgroup: str, groups: dict[str, Any], expected: int
+) -> None:
     kernel(cgroup, groups)
     assert available_memory() == expected
 
 
-def test_this_machine_has_some():
+def test_this_machine_has_some() -> None:
     assert 2**20 < available_memory() <= int(Path("/proc/meminfo").read_text().split()[1]) * 1024
 
 
@@ -68,5 +73,5 @@ def test_this_machine_has_some():
         (512, "512 bytes (0.5 KiB)"),
     ],
 )
-def test_bytes_in_units(num_bytes, said):
+def test_bytes_in_units(num_bytes: int, said: str) -> None:
     assert format_bytes(num_bytes) == said

@@ -13,9 +13,10 @@ from olmo_shard.kernels.accumulate_grad import (
 )
 from tests.support.aot import ARCHS, compile_ahead
 from tests.support.close import close
+from tests.support.ranks import Groups
 
 
-def test_the_docstrings_example():
+def test_the_docstrings_example() -> None:
     main = torch.tensor([1.0, 2.0])
     assert accumulate_grad_norm(main, torch.tensor([2.0, -2.0])) == 9
     assert main.tolist() == [3, 0]
@@ -36,20 +37,20 @@ def by_triton(_: Any, numel: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("numel", [0, 1, BLOCK, 2 * BLOCK + 17])
-def test_the_kernel_equals_an_addition(interpreted, numel):
+def test_the_kernel_equals_an_addition(interpreted: Groups, numel: int) -> None:
     """To the bit, from a gradient that is not contiguous, in two types."""
     for dtype in (torch.float32, torch.bfloat16):
         interpreted(1).run(by_triton, numel, dtype)
 
 
-def test_the_operators_keep_torchs_contract():
+def test_the_operators_keep_torchs_contract() -> None:
     arguments = torch.randn(5), torch.randn(5).bfloat16(), "reference"
     torch.library.opcheck(torch.ops.olmo_shard.accumulate_grad, arguments)
     torch.library.opcheck(torch.ops.olmo_shard.accumulate_grad_norm, arguments)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_it_compiles_ahead_of_time_with_wide_accesses_and_64_bit_offsets(arch):
+def test_it_compiles_ahead_of_time_with_wide_accesses_and_64_bit_offsets(arch: int) -> None:
     types = {"main_ptr": "*fp32:16", "grad_ptr": "*bf16:16", "squares_ptr": "*fp32:16"}
     found = compile_ahead(_accumulate_grad_kernel, arch, types | {"numel": "i64:16"}, BLOCK=BLOCK)
     assert "st.global.v4.b32" in found.ptx

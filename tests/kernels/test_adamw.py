@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.ranks import Groups
+
 triton = pytest.importorskip("triton", reason="Triton exists on Linux alone")
 
 from olmo_shard.config import OptimConfig  # noqa: E402
@@ -54,7 +56,7 @@ def scalars(
     return pack_scalars(*values, rates.beta1, rates.beta2)
 
 
-def test_the_docstrings_example():
+def test_the_docstrings_example() -> None:
     main, grad, zero = (torch.tensor([value]) for value in (1.0, 4.0, 0.0))
     tensors = AdamWTensors(main, grad, zero, zero.clone(), zero.bfloat16())
     adamw_ref(tensors, scalars(step=1.0), RATES)
@@ -64,14 +66,14 @@ def test_the_docstrings_example():
     close(tensors.model, torch.tensor([0.85]), scale=0.95 + 0.1)
 
 
-def test_the_first_steps_correction_is_exact():
+def test_the_first_steps_correction_is_exact() -> None:
     """1 - 0.999^1 in FP32 would be off by 6e-5."""
     packed = pack_scalars(torch.ones(()), torch.zeros(()), torch.ones(()), 0.9, 0.999)
     close(packed[3].square(), torch.tensor(0.001), scale=0.001)
 
 
 @pytest.mark.parametrize("numel", [1, 1000, 5000])
-def test_reference_equals_torchs_fused_kernel(numel):
+def test_reference_equals_torchs_fused_kernel(numel: int) -> None:
     reference, fused = (random_tensors(numel, torch.bfloat16) for _ in range(2))
     rates = RATES._replace(eps=1e-8, lr=1e-2)
     scale = adamw_scale(fused, rates.lr)
@@ -113,7 +115,9 @@ def by_kernel(_: Any, numel: int, model: str | None, skip: float) -> dict[str, f
 
 
 @pytest.mark.parametrize(("numel", "model", "skip"), CASES)
-def test_the_kernel_equals_the_reference_in_the_interpreter(interpreted, numel, model, skip):
+def test_the_kernel_equals_the_reference_in_the_interpreter(
+    interpreted: Groups, numel: int, model: str | None, skip: float
+) -> None:
     """Odd sizes, three types of the model's copy, a skipped step (whose copy stays NaN), and a beta
     close to 1.
     """
@@ -123,7 +127,9 @@ def test_the_kernel_equals_the_reference_in_the_interpreter(interpreted, numel, 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("copy", ["bf16", None])
-def test_it_compiles_ahead_of_time_with_wide_accesses_and_64_bit_offsets(arch, copy):
+def test_it_compiles_ahead_of_time_with_wide_accesses_and_64_bit_offsets(
+    arch: int, copy: str | None
+) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -154,7 +160,7 @@ def test_it_compiles_ahead_of_time_with_wide_accesses_and_64_bit_offsets(arch, c
     assert set(offset_products) == {"i64"}, "a row index times a width in 32 bits"
 
 
-def test_the_operator_keeps_torchs_contract():
+def test_the_operator_keeps_torchs_contract() -> None:
     tensors = random_tensors(5, torch.bfloat16)._replace(model=torch.zeros(5).bfloat16())
     arguments = (*tensors, scalars(1.0), list(RATES), "reference")
     torch.library.opcheck(torch.ops.olmo_shard.adamw, arguments)

@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.ranks import Groups
+
 pytest.importorskip("triton", reason="Triton exists on Linux alone")
 
 from olmo_shard.dispatch.mailbox import MailboxLayout
@@ -286,7 +288,9 @@ def exchange_case(rank: Runtime, width: int, dtype: torch.dtype, far: tuple[int,
         (64, torch.bfloat16, (1, 2)),
     ],
 )
-def test_what_arrives_is_what_was_sent_outward_and_back(interpreted, width, dtype, far):
+def test_what_arrives_is_what_was_sent_outward_and_back(
+    interpreted: Groups, width: int, dtype: torch.dtype, far: tuple[int, ...]
+) -> None:
     """With ``far`` ranks, rows are packed in staging memory, and a copy plays NVSHMEM's put."""
     received = interpreted(RANKS).run(exchange_case, width, dtype, far)
     assert min(received) > 5, "too few rows to show anything"

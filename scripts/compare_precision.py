@@ -1,23 +1,22 @@
-"""How far bf16 lies from FP32, and layouts in bf16 from each other: losses and gradient norms.
+"""Differences of losses and gradient norms between bf16 and FP32, and between bf16 layouts.
 
-    python scripts/compare_precision.py configs/tiny.yaml train.micro_batch_tokens=1024
+    python -m scripts.compare_precision configs/tiny.yaml train.micro_batch_tokens=1024
 
-The micro-batches are small, so that a window has several: in a window of one, bf16 gradients travel
-without another rounding.
+Each row of the table is a training run of a few steps on CPU ranks. The loss and the gradient norm
+of each step are compared with those of two reference runs. docs/training.md quotes the table.
 
-Each row trains the config anew on CPU ranks, for a few steps, and compares each step's loss and
-gradient norm with the same step of two references. The table goes into docs/training.md.
+The command above makes the micro-batches small, so that a window has several. In a window of one
+micro-batch, bf16 gradients are communicated without a further rounding.
 """
 
 import argparse
 import tempfile
 from pathlib import Path
 
-from bench_tables import header
-
 from olmo_shard.config import load_config
 from olmo_shard.distributed.launch import launch_local
 from olmo_shard.train.records import METRICS_FILE, read_records
+from scripts.bench.tables import header, line, origin
 
 BF16 = ["parallel.compute_dtype=bfloat16"]
 ONE_RANK = ["parallel.expert_parallel=1"]
@@ -35,18 +34,22 @@ ROWS: list[tuple[str, int, list[str]]] = [
     ("bf16, 2 ranks, ddp, EP 2, grad_dtype bf16", 2, [*BF16, *TWO_RANKS, *GRADIENTS]),
 ]
 """Name, ranks and overrides of each run."""
+PROGRAM = "scripts.compare_precision"
 FP32_REFERENCE, BF16_REFERENCE = ROWS[0][0], ROWS[2][0]
 Figures = list[tuple[float, float]]
 """Loss and gradient norm of each step."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    """Train all rows, and print the table."""
+    summary = (__doc__ or "").split("\n")[0]
+    parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", description=summary)
     parser.add_argument("config")
-    parser.add_argument("overrides", nargs="*", help="section.field=value, for every row")
+    parser.add_argument("overrides", nargs="*", help="section.field=value, applied to every row")
     parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args()
-    # The schedule stays the long run's: a short schedule at full rate shows chaos, no rounding.
+    # Keep the schedule of the whole run: a short one reaches the full learning rate at once, and
+    # then small differences grow so fast that they say nothing about rounding.
     config = load_config(options.config, options.overrides)
     total = config.schedule.total_steps or config.train.steps
     shared = [f"train.steps={options.steps}", f"schedule.total_steps={total}", "eval.every=0"]
@@ -56,16 +59,20 @@ def main() -> None:
             name: trained(options.config, ranks, [*shared, *changes], Path(folder) / str(number))
             for number, (name, ranks, changes) in enumerate(ROWS)
         }
+    print(f"\n{origin(PROGRAM)}")
     print(f"\nLargest relative difference in {options.steps} steps of {options.config}:\n")
-    lines = header("run", "loss, to FP32", "norm", "loss, to bf16 on 1 rank", "norm")
+    lines = header("run", "loss, from FP32", "norm", "loss, from bf16 on 1 rank", "norm")
     for name, run in runs.items():
         figures = [*distances(run, runs[FP32_REFERENCE]), *distances(run, runs[BF16_REFERENCE])]
-        lines.append(f"| {' | '.join([name, *figures])} |")
+        lines.append(line(name, *figures))
     print("\n".join(lines))
 
 
 def trained(config: str, ranks: int, overrides: list[str], run_dir: Path) -> Figures:
-    """:raises SystemExit: where the run fails; it has printed why."""
+    """Losses and gradient norms of a training run.
+
+    :raises SystemExit: if the run fails. The run has printed its error.
+    """
     if launch_local(["train", config, *overrides, f"run.dir={run_dir}"], ranks):
         raise SystemExit(1)
     return [

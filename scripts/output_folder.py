@@ -1,7 +1,6 @@
-"""The folder of a script's results: made, or refused, before the work starts.
+"""Types of command-line options for results: they create the folder, or reject it, before the work.
 
-Both functions are types of command-line options: argparse prints the message of a refusal and exits
-with code 2.
+If a type raises, argparse prints its message and exits with code 2.
 """
 
 import argparse
@@ -11,10 +10,10 @@ from pathlib import Path
 
 
 def output_folder(text: str) -> Path:
-    """A folder in which files can be written; a missing one is created with its parents.
+    """Return a folder in which files can be written; create it, and its parents, if it is missing.
 
     :param text: the option's value.
-    :raises ArgumentTypeError: where no such folder can be.
+    :raises ArgumentTypeError: if the folder cannot be created, or takes no files.
     """
     folder = Path(text)
     try:
@@ -31,10 +30,10 @@ def output_folder(text: str) -> Path:
 
 
 def output_file(text: str) -> Path:
-    """A file that can be written; its folder is created, an older file stays until then.
+    """Return a file that can be written; create its folder, and leave an existing file unchanged.
 
     :param text: the option's value.
-    :raises ArgumentTypeError: where no such file can be.
+    :raises ArgumentTypeError: if the file cannot be created or overwritten.
     """
     file = Path(text)
     output_folder(str(file.parent))

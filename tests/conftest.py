@@ -1,17 +1,15 @@
-"""Rank groups shared by all tests of a session, the commands in this process, and the parts of the
-suite.
-"""
+"""Rank groups of the session, commands in this process, and the parts of the suite."""
 
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from olmo_shard import cli
 from tests.support.cpu_kernels import compile_cache, describe
-from tests.support.ranks import RankGroup
+from tests.support.ranks import Groups
 
 NUMERIC = (
     "dispatch/test_capacity.py",
@@ -40,8 +38,10 @@ NUMERIC = (
     "train/test_no_labels.py",
     "train/test_trainer.py",
 )
-"""Where floating-point numbers are compared. ``make test-slow`` runs these tests again with other
-CPU kernels, which add in other orders.
+"""Tests that compare floating-point numbers.
+
+``make test-slow`` runs them again with CPU kernels that add in other orders, and with the newest
+torch.
 """
 
 PROCESSES = (
@@ -60,19 +60,24 @@ PROCESSES = (
     "train/test_wandb.py",
     "train/tracking/",
 )
-"""Where other processes run, or a compiler: no part of ``make test-fast``."""
+"""Tests that start processes or a compiler; ``make test-fast`` leaves them out."""
 
 
 def pytest_configure() -> None:
+    """Give each set of CPU kernels a cache of compiled code."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compile_cache()))
 
 
 def pytest_report_header() -> str:
+    """Name torch and its CPU kernels at the start of a run."""
     return describe()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the numeric part, without what is compiled for a GPU and not run, and the fast part."""
+    """Mark the numeric tests and the fast tests.
+
+    Tests that only compile for a GPU are neither.
+    """
     for item in items:
         name = item.nodeid.removeprefix("tests/")
         ahead = "ahead_of_time" in name
@@ -84,40 +89,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.fast)
 
 
-class _Groups:
-    def __init__(self, *, interpreted: bool = False) -> None:
-        self._interpreted = interpreted
-        self._groups: dict[int, RankGroup] = {}
-
-    def __call__(self, size: int) -> RankGroup:
-        if size not in self._groups:
-            self._groups[size] = RankGroup(size, interpreted=self._interpreted)
-        return self._groups[size]
-
-    def close(self) -> None:
-        for group in self._groups.values():
-            group.close()
-
-
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[_Groups]:
+def ranks() -> Iterator[Groups]:
     """``ranks(4)`` is a running group of four gloo ranks."""
-    groups = _Groups()
+    groups = Groups()
     yield groups
     groups.close()
 
 
 @pytest.fixture(scope="session")
-def interpreted() -> Iterator[_Groups]:
-    """``interpreted(3)``: the same, with Triton kernels run by the interpreter."""
-    groups = _Groups(interpreted=True)
+def interpreted() -> Iterator[Groups]:
+    """``interpreted(3)`` is a running group of three gloo ranks whose kernels are interpreted."""
+    groups = Groups(interpreted=True)
     yield groups
     groups.close()
 
 
 @pytest.fixture
-def main(monkeypatch, capfd):
-    """``main(args...)`` runs the command in this process: exit code and all that it printed."""
+def main(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """``main(args...)`` runs the command in this process. Returns exit code and printed text."""
 
     def run(*args: object) -> tuple[int, str]:
         handler = signal.getsignal(signal.SIGTERM)

@@ -1,7 +1,7 @@
-"""The variables that choose CPU kernels take effect. Runs in CI, once per set of kernels.
+"""The environment variables that choose CPU kernels take effect.
 
-Without this test, a misspelt variable would repeat the numeric part with the kernels of the first
-time.
+``make test-slow`` runs this test once per set of kernels. Without it, a misspelt variable would
+repeat the numeric tests with the default kernels.
 """
 
 import os
@@ -14,12 +14,12 @@ ACTIVE = {
     "MKL": {"COMPATIBLE": "COMPATIBLE", "AVX2": "AVX2 or AUTO"},
     "oneDNN": {"SSE41": "Intel SSE4.1", "AVX2": "Intel AVX2"},
 }
-"""By library and value of its variable, what the library reports."""
+"""Library to (value of its variable to the kernels that the library then reports)."""
 
 
 def test_each_variable_that_is_set_takes_effect() -> None:
-    found = probed()
+    reported = probed()
     for library, variable in zip(ACTIVE, VARIABLES, strict=True):
-        if variable in os.environ and found[library] != "absent":
+        if variable in os.environ and reported[library] != "absent":
             active = ACTIVE[library][os.environ[variable]]
-            assert found[library] in active.split(" or "), (variable, found)
+            assert reported[library] in active.split(" or "), (variable, reported)

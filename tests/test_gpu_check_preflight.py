@@ -1,11 +1,10 @@
-"""The GPU check's look at a machine before it starts a part. Runs in CI."""
+"""The GPU check's look at a machine before it starts a part."""
 
 import json
 import re
 import subprocess
 import sys
 import tomllib
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,34 +13,30 @@ import torch
 
 pytest.importorskip("triton", reason="Triton exists on Linux alone")
 
+from scripts.gpu_check import machine, part, preflight, process
+from scripts.gpu_check.process import ROOT
 from tests.support.blocked import without
-
-ROOT = Path(__file__).parents[1]
-SCRIPTS = ROOT / "scripts"
-sys.path.append(str(SCRIPTS))  # scripts import each other by their bare names
-preflight = import_module("gpu_check_preflight")
-machine = import_module("gpu_check_machine")
-part = import_module("gpu_check_part")
-process = import_module("gpu_check_process")
 
 
 def dependencies() -> set[str]:
-    """The modules of all packages that the project requires."""
+    """Names of all packages that the project requires."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return {re.split(r"[^\w.-]", each)[0] for each in project["dependencies"]}
 
 
 @pytest.mark.parametrize("name", ["abce", "d"])
-def test_a_part_imports_no_package_but_those_that_the_preflight_looks_for(tmp_path, name) -> None:
+def test_a_part_imports_no_package_but_those_that_the_preflight_looks_for(
+    tmp_path: Path, name: str
+) -> None:
     """Parts a, b, c and e start with torch and Triton alone."""
     parts = ["machine", *name] if name == "abce" else [name]
     needed = {module for each in parts for module in preflight.MODULES[each]}
     assert needed == {"torch", "triton"} or name == "d"
-    modules = [module for each in parts for module in part.MODULES[each]]
+    modules = [f"{part.PACKAGE}.{module}" for each in parts for module in part.MODULES[each]]
     done = subprocess.run(
         [sys.executable, "-c", f"import {', '.join(modules)}"],
         env=without(tmp_path, *(dependencies() - needed)) | {"TRITON_INTERPRET": "0"},
-        cwd=SCRIPTS,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
@@ -49,7 +44,9 @@ def test_a_part_imports_no_package_but_those_that_the_preflight_looks_for(tmp_pa
     assert done.returncode == 0, done.stderr
 
 
-def test_missing_modules_are_named_with_the_command_that_installs_them(monkeypatch) -> None:
+def test_missing_modules_are_named_with_the_command_that_installs_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("pydantic", "ruamel", "ruamel.yaml"):
         monkeypatch.setitem(sys.modules, name, None)
     found = preflight.preflight("cd", "cuda")
@@ -73,7 +70,9 @@ def test_missing_modules_are_named_with_the_command_that_installs_them(monkeypat
         ("of unknown version", ""),
     ],
 )
-def test_a_module_that_is_too_old_is_named(monkeypatch, version, problem) -> None:
+def test_a_module_that_is_too_old_is_named(
+    monkeypatch: pytest.MonkeyPatch, version: str, problem: str
+) -> None:
     monkeypatch.setattr(preflight, "_version", lambda _: version)
     assert preflight.modules_problem(["torch"]) == problem
 
@@ -84,7 +83,7 @@ def program(path: Path, body: str) -> Path:
     return path
 
 
-def test_a_compiler_that_compiles_is_found(monkeypatch, tmp_path) -> None:
+def test_a_compiler_that_compiles_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     install = "apt-get install gcc libc6-dev"
@@ -98,7 +97,9 @@ def test_a_compiler_that_compiles_is_found(monkeypatch, tmp_path) -> None:
     assert preflight.compiler() == (False, f"CC = icc is no program: unset CC, or {install}")
 
 
-def test_the_header_of_python_is_looked_for(monkeypatch, tmp_path) -> None:
+def test_the_header_of_python_is_looked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(preflight.sysconfig, "get_paths", lambda **_: {"include": str(tmp_path)})
     package = f"python{sys.version_info[0]}.{sys.version_info[1]}-dev"
     problem = f"{tmp_path}/Python.h is missing: apt-get install {package}"
@@ -107,13 +108,15 @@ def test_the_header_of_python_is_looked_for(monkeypatch, tmp_path) -> None:
     assert preflight.python_header() == (True, f"{tmp_path}/Python.h")
 
 
-def test_the_drivers_library_is_looked_for_where_triton_does(monkeypatch, tmp_path) -> None:
+def test_the_drivers_library_is_looked_for_where_triton_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name in ("TRITON_LIBCUDA_PATH", "LD_LIBRARY_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(preflight, "LDCONFIG", str(tmp_path / "ldconfig"))
     fine, note = preflight.driver_library()
     assert not fine
-    assert note.endswith("is missing, which Triton calls: apt-get install libc-bin")
+    assert note.endswith("which Triton calls, is missing: apt-get install libc-bin")
     library = tmp_path / "libcuda.so.1"
     listed = f"echo '\tlibcuda.so.1 (libc6,x86-64) => {library}'"
     program(tmp_path / "ldconfig", listed)
@@ -128,7 +131,9 @@ def test_the_drivers_library_is_looked_for_where_triton_does(monkeypatch, tmp_pa
     assert preflight.driver_library() == (True, str(library))
 
 
-def test_without_a_gpu_what_only_a_gpu_needs_is_no_failure(monkeypatch) -> None:
+def test_without_a_gpu_what_only_a_gpu_needs_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("compiler", "python_header", "driver_library"):
         monkeypatch.setattr(preflight, name, lambda: (False, "missing"))
     for device, outcome in (("cpu", "skipped"), ("cuda", "failed")):
@@ -147,7 +152,9 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
 
 
-def test_a_device_that_is_not_there_is_told_from_a_torch_without_cuda(monkeypatch) -> None:
+def test_a_device_that_is_not_there_is_told_from_a_torch_without_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     row = machine.check_device(CUDA)
     assert row.outcome == "failed"
@@ -162,7 +169,9 @@ def test_a_device_that_is_not_there_is_told_from_a_torch_without_cuda(monkeypatc
     assert (row.outcome, row.note) == ("passed", "NVIDIA H200; torch is built for CUDA 13.0")
 
 
-def test_capability_memory_and_back_end_are_looked_at(monkeypatch) -> None:
+def test_capability_memory_and_back_end_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     on_a_gpu(monkeypatch, get_device_capability=(7, 5), mem_get_info=(50 * 10**9, 150 * 10**9))
     row = machine.check_capability("c", CUDA)
     assert row.outcome == "failed"
@@ -182,15 +191,17 @@ def test_capability_memory_and_back_end_are_looked_at(monkeypatch) -> None:
 
 def failed_rows(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
     monkeypatch.setenv("PYTHONPATH", environ["PYTHONPATH"])
-    report = process.run_part(name, "cpu", 0, 120.0, process.PROGRAM)
+    report = process.run_part(name, "cpu", 0, 120.0, process.PART)
     return [(row.check, row.note) for row in report.rows if row.outcome == "failed"]
 
 
-def test_the_reason_of_a_failed_start_is_in_the_row(tmp_path, monkeypatch) -> None:
+def test_the_reason_of_a_failed_start_is_in_the_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The preflight finds a module by its name; the import of the module may fail nevertheless."""
     environ = without(tmp_path, "pydantic_core")
     ((check, note),) = failed_rows(environ, monkeypatch, "d")
-    assert check == "start of gpu_check_training"
+    assert check == "start of training"
     assert "ModuleNotFoundError" in note
     assert "pydantic_core" in note
     environ = without(tmp_path, "torch")
@@ -199,16 +210,18 @@ def test_the_reason_of_a_failed_start_is_in_the_row(tmp_path, monkeypatch) -> No
     assert note == "ModuleNotFoundError: import of torch halted; None in sys.modules"
 
 
-def test_without_torch_the_script_names_torch(tmp_path) -> None:
+def test_without_torch_the_script_names_torch(tmp_path: Path) -> None:
     done = subprocess.run(
         [
             sys.executable,
-            SCRIPTS / "gpu_check.py",
+            "-m",
+            "scripts.gpu_check",
             "--device",
             "cpu",
             "--json",
             tmp_path / "x.json",
         ],
+        cwd=ROOT,
         env=without(tmp_path, "torch", "triton"),
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""scripts/slurm.sbatch on a cluster of stand-ins, scripts/torchrun.sh with one. Runs in CI."""
+"""scripts/slurm.sbatch on a fake cluster, scripts/torchrun.sh with a fake torchrun."""
 
 import json
 import shutil
@@ -17,9 +17,9 @@ SCRIPT = SCRIPTS / "slurm.sbatch"
 
 
 class Submit:
-    """Submits the script in a folder with a space in its name.
+    """Submit the script to the fake cluster, from a folder with a space in its name.
 
-    :param folder: empty.
+    :param folder: an empty folder for the project and the fake programs.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -28,8 +28,8 @@ class Submit:
         make_program(self.root, "olmo-shard", f'exec {sys.executable} -m olmo_shard "$@"')
 
     def __call__(self, *arguments: str) -> tuple[int, str]:
-        """The exit code, and what the job printed."""
-        # What a shell that has used torchrun may still export.
+        """Submit with arguments. Returns the exit code of the job, and its output."""
+        # A shell that has used torchrun may still export these variables.
         left_over = {"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "7", "MASTER_PORT": "1"}
         done = subprocess.run(
             ["sbatch", str(SCRIPT), *arguments],
@@ -45,6 +45,7 @@ class Submit:
 
 
 def make_program(root: Path, name: str, body: str) -> None:
+    """Create a shell script in the virtual environment of a project."""
     program = root / ".venv" / "bin" / name
     program.parent.mkdir(parents=True)
     program.write_text(f"#!/bin/sh\n{body}\n")
@@ -53,16 +54,17 @@ def make_program(root: Path, name: str, body: str) -> None:
 
 @pytest.fixture
 def submit(tmp_path: Path) -> Submit:
+    """A project on the fake cluster."""
     return Submit(tmp_path)
 
 
 def test_a_submitted_config_trains_on_all_tasks(submit: Submit) -> None:
     write_config(submit.root)
-    code, said = submit("config.yaml", "train.steps=2", "eval.every=2", "run.dir=runs/two")
+    code, output = submit("config.yaml", "train.steps=2", "eval.every=2", "run.dir=runs/two")
     logs = sorted(submit.root.glob("slurm-*/*"))
-    assert code == 0, said + "".join(log.read_text() for log in logs)
+    assert code == 0, output + "".join(log.read_text() for log in logs)
     assert [log.name for log in logs] == ["rank-0.log", "rank-1.log"]
-    assert "rank 0 on localhost" in said
+    assert "rank 0 on localhost" in output
     run = submit.root / "runs" / "two"  # relative to where the job was submitted
     assert [record["step"] for record in records(run)][-1] == 2
     started = json.loads((submit.programs / "srun.json").read_text())
@@ -71,12 +73,12 @@ def test_a_submitted_config_trains_on_all_tasks(submit: Submit) -> None:
     assert options["--cpus-per-task"] == environ["SLURM_CPUS_PER_TASK"]
     assert Path(started["command"][0]).is_absolute()
     assert environ["MASTER_ADDR"] == "localhost"
-    # The port follows from the job: two jobs on a host do not meet.
+    # olmo-shard derives the port from the job, so that two jobs on a host use different ports.
     assert "MASTER_PORT" not in environ
     assert "RANK" not in environ
 
 
-def test_what_a_task_refuses_ends_the_job(submit: Submit) -> None:
+def test_an_error_of_a_task_ends_the_job(submit: Submit) -> None:
     write_config(submit.root)
     code, _ = submit("config.yaml", "train.stepz=2")
     assert code == 2
@@ -85,18 +87,18 @@ def test_what_a_task_refuses_ends_the_job(submit: Submit) -> None:
     assert all("train.stepz" in log.read_text() for log in logs)
 
 
-def test_what_is_missing_is_named_before_any_task_starts(submit: Submit) -> None:
+def test_missing_files_are_named_before_any_task_starts(submit: Submit) -> None:
     write_config(submit.root)
     assert submit() == (
         2,
         "slurm.sbatch: no config: sbatch scripts/slurm.sbatch configs/olmoe-1b-7b.yaml\n",
     )
-    code, said = submit("other.yaml")
-    assert (code, said) == (2, f"slurm.sbatch: {submit.root} has no config other.yaml\n")
+    code, output = submit("other.yaml")
+    assert (code, output) == (2, f"slurm.sbatch: {submit.root} has no config other.yaml\n")
     shutil.rmtree(submit.root / ".venv")
-    code, said = submit("config.yaml")
+    code, output = submit("config.yaml")
     assert code == 2
-    assert f"no {submit.root}/.venv/bin/olmo-shard: make .venv/installed" in said
+    assert f"no {submit.root}/.venv/bin/olmo-shard: make .venv/installed" in output
     assert not (submit.programs / "srun.json").exists()
     done = subprocess.run(
         ["bash", SCRIPT, "config.yaml"],

@@ -1,4 +1,4 @@
-"""The capacity kernel: the docstring's example, order, the interpreter, PTX. Runs in CI.
+"""The capacity kernel: the docstring's example, order, the interpreter, PTX.
 
 What the reference itself must hold is in ``tests/dispatch/test_capacity.py``.
 """
@@ -10,6 +10,8 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
+
+from tests.support.ranks import Groups
 
 pytest.importorskip("triton", reason="Triton exists on Linux alone")
 
@@ -89,7 +91,7 @@ def interpreted_case(rank: Runtime, cases: list[Inputs]) -> list[Tensor]:
     return found
 
 
-def test_the_docstrings_example():
+def test_the_docstrings_example() -> None:
     idx, weights = torch.zeros(4, 1, dtype=torch.int64), torch.tensor([0.5, 0.7, 0.5, 0.9])
     labelled = torch.tensor([True, True, True, False])
     kept = keep_within_capacity(idx, weights[:, None], labelled, 2, 1.0)
@@ -107,19 +109,19 @@ def test_the_docstrings_example():
         ([1.0, 1.0 + 2**-23], 1),
     ],
 )
-def test_the_order_of_weights(weights, stays):
+def test_the_order_of_weights(weights: list[float], stays: int) -> None:
     idx, labelled = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, dtype=torch.bool)
     kept = keep_within_capacity(idx, torch.tensor(weights)[:, None], labelled, 1, 0.5)
     assert kept.flatten().tolist() == [0 if token == stays else -1 for token in range(2)]
 
 
-def test_a_route_that_was_dropped_before_takes_no_place():
+def test_a_route_that_was_dropped_before_takes_no_place() -> None:
     idx, labelled = torch.tensor([[-1], [0], [0]]), torch.ones(3, dtype=torch.bool)
     kept = keep_within_capacity(idx, torch.tensor([[3.0], [2.0], [1.0]]), labelled, 1, 0.6)
     assert kept.tolist() == [[-1], [0], [0]]
 
 
-def test_the_kernel_equals_the_reference_in_the_interpreter(interpreted):
+def test_the_kernel_equals_the_reference_in_the_interpreter(interpreted: Groups) -> None:
     """Odd sizes, ties, NaN, tokens without a label, dropped routes; outputs are poisoned."""
     inputs = [case.inputs() for case in CASES]
     idx, weights, labelled, num_experts, factor = inputs[0]
@@ -133,7 +135,7 @@ def test_the_kernel_equals_the_reference_in_the_interpreter(interpreted):
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("top_k", [1, 8])
-def test_it_compiles_ahead_of_time_without_spills(arch, top_k):
+def test_it_compiles_ahead_of_time_without_spills(arch: int, top_k: int) -> None:
     types = dict.fromkeys(("topk_idx_ptr", "key_ptr", "kept_ptr"), "*i64:16")
     types |= {"weights_ptr": "*fp32:16", "labelled_ptr": "*u8:16", "route_ptr": "*i32:16"}
     compiled = compile_ahead(

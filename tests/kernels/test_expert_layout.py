@@ -1,10 +1,12 @@
-"""The expert layout's kernels: the docstring's example, the interpreter, PTX. Runs in CI."""
+"""The expert layout's kernels: the docstring's example, the interpreter, PTX."""
 
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+
+from tests.support.ranks import Groups
 
 pytest.importorskip("triton", reason="Triton exists on Linux alone")
 
@@ -90,7 +92,7 @@ def cut(layout: ExpertLayout, max_pairs: int) -> ExpertLayout:
     )
 
 
-def test_the_docstrings_example():
+def test_the_docstrings_example() -> None:
     layout = expert_layout(EXAMPLE, 2)
     assert layout.slot_P.tolist() == [1, 4, 0, 2]
     assert layout.row_P.tolist() == [0, 2, 0, 1]
@@ -99,7 +101,7 @@ def test_the_docstrings_example():
     assert [each.dtype for each in layout] == [torch.int64, torch.int64, torch.int32, torch.int32]
 
 
-def test_room_for_more_pairs_is_filled_with_nothing():
+def test_room_for_more_pairs_is_filled_with_nothing() -> None:
     layout, longer = expert_layout(EXAMPLE, 2), expert_layout(EXAMPLE, 2, max_pairs=6)
     assert longer.slot_P.tolist() == [*layout.slot_P.tolist(), -1, -1]
     assert longer.row_P.tolist() == [*layout.row_P.tolist(), -1, -1]
@@ -107,18 +109,18 @@ def test_room_for_more_pairs_is_filled_with_nothing():
     assert torch.equal(longer.pair_Rm, layout.pair_Rm)
 
 
-def test_more_pairs_than_room_fail_in_the_reference():
+def test_more_pairs_than_room_fail_in_the_reference() -> None:
     with pytest.raises(AssertionError, match="4 pairs, room for 3"):
         expert_layout(EXAMPLE, 2, max_pairs=3)
 
 
-def test_triton_is_told_how_many_pairs_there_may_be():
+def test_triton_is_told_how_many_pairs_there_may_be() -> None:
     with pytest.raises(AssertionError, match="known on the device alone"):
         expert_layout(EXAMPLE, 2, backend="triton")
 
 
 @pytest.mark.parametrize("case", [*CASES, *MANY_EXPERTS], ids=str)
-def test_the_reference_orders_pairs_by_expert_row_and_slot(case):
+def test_the_reference_orders_pairs_by_expert_row_and_slot(case: Case) -> None:
     table = case.local_expert()
     pairs = [
         (expert, row, slot)
@@ -140,7 +142,7 @@ def test_the_reference_orders_pairs_by_expert_row_and_slot(case):
     assert torch.equal(layout.pair_Rm < 0, table < 0)
 
 
-def test_the_kernels_equal_the_reference_in_the_interpreter(interpreted):
+def test_the_kernels_equal_the_reference_in_the_interpreter(interpreted: Groups) -> None:
     """Odd sizes, no row, a hot expert, more and less room than pairs; outputs are poisoned."""
     arguments = [(EXAMPLE, 2, 5, CELLS), (EXAMPLE.T.contiguous().T, 2, 4, CELLS)]
     arguments += [(c.local_expert(), c.experts, max_pairs_of(c), c.cells) for c in CASES]
@@ -158,7 +160,7 @@ POINTERS = {"local_expert_ptr": "*i32:16", "pairs_ptr": "*i32:16"}
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("pieces", [1, None])
-def test_it_compiles_ahead_of_time_with_64_bit_offsets(arch, pieces):
+def test_it_compiles_ahead_of_time_with_64_bit_offsets(arch: int, pieces: int | None) -> None:
     sizes = {"num_slots": "i32:16"} | ({} if pieces else {"pieces": "i32"})
     # Launchers pass the number 1 as a constant.
     constants: dict[str, Any] = {"SLOTS": SLOTS} | ({"pieces": pieces} if pieces else {})

@@ -1,5 +1,6 @@
-"""The kernels of the grouped SwiGLU in Triton's interpreter against the references. Runs in CI."""
+"""The kernels of the grouped SwiGLU in Triton's interpreter against the references."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from olmo_shard.kernels.grouped_wgrad import grouped_wgrad, grouped_wgrad_ref
 from tests.kernels.test_grouped_mlp import operands, scales
 from tests.support.close import share_of_bar
 from tests.support.memory import poisoned, vast
+from tests.support.ranks import Groups
 from tests.support.scales import swiglu_bwd_scale, swiglu_fwd_scale
 
 SHAPES = [
@@ -116,7 +118,9 @@ def three_gemms(a: Tensor, b: Tensor, offsets: Tensor, *, transposed: bool) -> l
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=["odd", "empty", "tiles"])
-def test_every_kernel_equals_its_reference(interpreted, shape, dtype):
+def test_every_kernel_equals_its_reference(
+    interpreted: Groups, shape: dict[str, int | list[int]], dtype: torch.dtype
+) -> None:
     """Outputs start as NaN, so what a kernel leaves out shows."""
     (errors,) = interpreted(1).run(errors_of_stages, shape, dtype)
     assert max(errors.values()) <= 1, errors
@@ -148,7 +152,9 @@ def whole_operator(_: Any, main: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("main", [True, False])
-def test_the_operator_by_triton_equals_the_operator_by_reference(interpreted, main):
+def test_the_operator_by_triton_equals_the_operator_by_reference(
+    interpreted: Groups, main: bool
+) -> None:
     """With spare pairs, as launches of a static size have them."""
     (errors,) = interpreted(1).run(whole_operator, main)
     assert len(errors) == 5
@@ -177,7 +183,9 @@ def rows_alone_and_among_others(_: Any, dtype: torch.dtype) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_a_rows_result_does_not_depend_on_its_company(interpreted, dtype):
+def test_a_rows_result_does_not_depend_on_its_company(
+    interpreted: Groups, dtype: torch.dtype
+) -> None:
     assert interpreted(1).run(rows_alone_and_among_others, dtype) == [True]
 
 
@@ -212,7 +220,9 @@ def index_and_gathered_rows(_: Any, side: str, dtype: torch.dtype) -> tuple[bool
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_weight_gradients_by_index_are_those_of_gathered_rows(interpreted, side, dtype):
+def test_weight_gradients_by_index_are_those_of_gathered_rows(
+    interpreted: Groups, side: str, dtype: torch.dtype
+) -> None:
     """To the last bit: the index carried through the loop names the rows of the step at hand."""
     ((equal, largest),) = interpreted(1).run(index_and_gathered_rows, side, dtype)
     assert equal
@@ -278,13 +288,13 @@ def far_experts(_: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("case", [far_rows, far_experts])
-def test_offsets_beyond_2_to_the_31(interpreted, case):
+def test_offsets_beyond_2_to_the_31(interpreted: Groups, case: Callable[..., Any]) -> None:
     """Real accesses to addresses that 32 bits do not reach; nearly all of it takes no memory."""
     (errors,) = interpreted(1).run(case)
     assert max(errors) <= 1, errors
 
 
-def test_tiles_are_enough_whatever_the_groups():
+def test_tiles_are_enough_whatever_the_groups() -> None:
     assert max_tiles(0, 4, 128) == 0
     assert max_tiles(3, 4, 128) == 3
     for counts in ([1, 1, 1, 1], [129, 1, 0, 1], [128, 128, 1, 1], [500, 0, 0, 0]):

@@ -1,5 +1,5 @@
 """The grouped SwiGLU against per-pair loops in FP64, its custom operators, its kernels in Triton's
-interpreter, compiled ahead of time. Runs in CI.
+interpreter, compiled ahead of time.
 """
 
 from itertools import pairwise
@@ -15,7 +15,7 @@ from tests.support.close import BARS, close
 from tests.support.scales import swiglu_scale
 
 
-def test_mlp_of_the_documented_example():
+def test_mlp_of_the_documented_example() -> None:
     layout = expert_layout(torch.tensor([[0]], dtype=torch.int32), 1)
     y = grouped_mlp(
         torch.tensor([[2.0]]),
@@ -97,7 +97,7 @@ def scales(
 # Hidden 36 and expert width 20 break every usual alignment; groups of 1, 7, 0 and 13 rows.
 @pytest.mark.parametrize("counts", [[1, 7, 0, 13], [0, 0, 0, 0], [13, 13, 13, 13]])
 @pytest.mark.parametrize("into", ["main gradients", "gradients"])
-def test_outputs_and_gradients_equal_a_loop_in_fp64(counts, into):
+def test_outputs_and_gradients_equal_a_loop_in_fp64(counts: list[int], into: str) -> None:
     leaves, layout, dy_RD = operands(counts, rows=13, width=36, hidden=20, slots=4)
     expected = loop_in_fp64(leaves, layout, dy_RD)
     for leaf in leaves:
@@ -119,7 +119,7 @@ def test_outputs_and_gradients_equal_a_loop_in_fp64(counts, into):
 
 
 @pytest.mark.parametrize("how", ["stride-0", "transposed", "sliced"])
-def test_gradients_that_are_not_contiguous(how):
+def test_gradients_that_are_not_contiguous(how: str) -> None:
     leaves, layout, _ = operands([3, 4], rows=5, width=6, hidden=4, slots=2)
     incoming = {
         "stride-0": torch.ones(1, 1).expand(5, 6),
@@ -136,13 +136,13 @@ def test_gradients_that_are_not_contiguous(how):
     assert torch.equal(gradient(incoming), gradient(incoming.contiguous()))
 
 
-def test_twenty_runs_are_bitwise_equal():
+def test_twenty_runs_are_bitwise_equal() -> None:
     leaves, layout, _ = operands([9, 9, 9], rows=9, width=16, hidden=12, slots=3)
     first = grouped_mlp(*leaves, layout)
     assert all(torch.equal(first, grouped_mlp(*leaves, layout)) for _ in range(20))
 
 
-def test_bf16_accumulates_in_fp32():
+def test_bf16_accumulates_in_fp32() -> None:
     """63 small pairs on a large one: a bf16 sum would lose each of them."""
     slots = 64
     layout = expert_layout(torch.arange(slots, dtype=torch.int32)[None], slots)
@@ -161,7 +161,7 @@ def test_bf16_accumulates_in_fp32():
 # While it traces, torch.compile looks at the .grad of tensors that are no leaves.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("into", ["main gradients", "gradients"])
-def test_the_operators_keep_torchs_contract(into):
+def test_the_operators_keep_torchs_contract(into: str) -> None:
     """Schemas, fakes, autograd registration, and what a compiler traces; no mutation but of main
     gradients.
     """
@@ -184,7 +184,7 @@ def test_the_operators_keep_torchs_contract(into):
         torch.library.opcheck(ops.grouped_mlp_bwd_into, (*detached, "reference"))
 
 
-def test_it_compiles_as_one_graph():
+def test_it_compiles_as_one_graph() -> None:
     leaves, layout, dy_RD = operands([2, 3], rows=4, width=8, hidden=4, slots=2)
     for leaf in leaves:
         leaf.requires_grad_()

@@ -1,4 +1,4 @@
-"""The kernels of the grouped SwiGLU compiled ahead of time for three GPUs. Runs in CI."""
+"""The kernels of the grouped SwiGLU compiled ahead of time for three GPUs."""
 
 import re
 from typing import Any
@@ -47,7 +47,7 @@ def compiled(kernel: str, arch: int) -> Any:
 
 
 @pytest.mark.parametrize("kernel", ["fwd", "bwd", "gemm"])
-def test_they_compile_for_one_expert(kernel, monkeypatch):
+def test_they_compile_for_one_expert(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A number that is 1 becomes a constant, which has no type to convert."""
     monkeypatch.delitem(WIDE, "num_experts")
     monkeypatch.setitem(COMMON, "EXPERTS", 1)
@@ -68,7 +68,7 @@ REGISTERS = {
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("kernel", REGISTERS)
-def test_they_compile_ahead_of_time_for_tensor_cores(kernel, arch):
+def test_they_compile_ahead_of_time_for_tensor_cores(kernel: str, arch: int) -> None:
     found = compiled(kernel, arch)
     assert MATMUL[arch] in found.ptx
     assert found.spill_bytes == 0
@@ -87,7 +87,7 @@ def test_they_compile_ahead_of_time_for_tensor_cores(kernel, arch):
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("kernel", REGISTERS)
-def test_copies_for_a_later_step_are_in_flight_during_a_product(kernel, arch):
+def test_copies_for_a_later_step_are_in_flight_during_a_product(kernel: str, arch: int) -> None:
     """The software pipeline of the loop over the inner dimension has all its stages."""
     found = compiled(kernel, arch)
     (loop,) = loops_with(found.ptx, MATMUL[arch])
@@ -104,7 +104,7 @@ def test_copies_for_a_later_step_are_in_flight_during_a_product(kernel, arch):
     assert found.shared_bytes >= buffers * operands
 
 
-def test_waits_are_found_in_the_loop_alone():
+def test_waits_are_found_in_the_loop_alone() -> None:
     ptx = """
 $L__BB0_1:
  cp.async.wait_group \t2;
@@ -122,7 +122,7 @@ $L__BB0_2:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_an_index_is_never_read_past_an_experts_last_pair(side):
+def test_an_index_is_never_read_past_an_experts_last_pair(side: str) -> None:
     """The loop loads the next step's index, also in the last step: every such load has a mask."""
     loads = re.findall(
         r"tt\.load (.*) : tensor<\d+x!tt\.ptr<i64>>", compiled(f"wgrad, {side} index", 90).ttir
@@ -132,7 +132,7 @@ def test_an_index_is_never_read_past_an_experts_last_pair(side):
 
 
 @pytest.mark.parametrize("kernel", REGISTERS)
-def test_rows_and_experts_are_found_by_64_bits(kernel):
+def test_rows_and_experts_are_found_by_64_bits(kernel: str) -> None:
     """Whatever is added to the start of a tensor, before the offsets inside a tile."""
     ttir = compiled(kernel, 90).ttir
     added = re.findall(r"tt\.addptr %\w+, (%\w+) : !tt\.ptr<(?:bf16|f32)>, (i\d+)", ttir)
@@ -141,7 +141,7 @@ def test_rows_and_experts_are_found_by_64_bits(kernel):
     assert narrow <= {"%F"}, narrow  # from gate to up, inside a row
 
 
-def test_offsets_into_the_weight_gradients_are_computed_in_64_bits():
+def test_offsets_into_the_weight_gradients_are_computed_in_64_bits() -> None:
     """The expert's number is widened before it is multiplied. (For the other kernels a test reads
     beyond 2^31; a program for each of half a million experts would take too long.)
     """

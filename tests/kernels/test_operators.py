@@ -1,4 +1,4 @@
-"""Kernels as operators of torch: schemas, fakes, what a compiler traces. Runs in CI."""
+"""Kernels as operators of torch: schemas, fakes, what a compiler traces."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ import olmo_shard.kernels.capacity
 import olmo_shard.kernels.expert_layout
 import olmo_shard.kernels.plan
 import olmo_shard.kernels.sum_pairs  # noqa: F401  (registers the operators)
+from tests.support.ranks import Groups
 
 
 def opcheck_case(_: Any) -> None:
@@ -21,5 +22,5 @@ def opcheck_case(_: Any) -> None:
     torch.library.opcheck(ops.sum_pairs, (torch.randn(4, 8), local_expert))
 
 
-def test_the_kernels_operators_keep_torchs_contract(interpreted):
+def test_the_kernels_operators_keep_torchs_contract(interpreted: Groups) -> None:
     interpreted(1).run(opcheck_case)

@@ -1,13 +1,15 @@
-"""The plan's kernels: the docstring's example, the reference, the interpreter, PTX. Runs in CI.
+"""The plan's kernels: the docstring's example, the reference, the interpreter, PTX.
 
 What the reference itself must hold is in ``tests/dispatch/test_plan.py``.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+
+from tests.support.ranks import Groups
 
 pytest.importorskip("triton", reason="Triton exists on Linux alone")
 
@@ -74,7 +76,7 @@ def check_equal(found: PlanTensors, topk_idx: Tensor, num_ranks: int, local_expe
         assert torch.equal(mine, expected), name
 
 
-def test_the_docstrings_example():
+def test_the_docstrings_example() -> None:
     plan = plan_ref(EXAMPLE, num_ranks=2, num_local_experts=2)
     assert plan.token_S.tolist() == [0, 2, 0, 1]
     assert plan.send_counts_W.tolist() == [2, 2]
@@ -85,7 +87,7 @@ def test_the_docstrings_example():
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_rows_and_routes_of_the_reference(case):
+def test_rows_and_routes_of_the_reference(case: Case) -> None:
     """Against loops over tokens and ranks."""
     idx, local = case.topk_idx(), case.local_experts
     plan = plan_ref(idx, case.num_ranks, local)
@@ -99,7 +101,7 @@ def test_rows_and_routes_of_the_reference(case):
     assert row == len(plan.token_S)
 
 
-def test_the_kernels_equal_the_reference_in_the_interpreter(interpreted):
+def test_the_kernels_equal_the_reference_in_the_interpreter(interpreted: Groups) -> None:
     """Odd sizes, K above and below e, dropped routes, no route, no token; outputs are poisoned."""
     arguments = [(EXAMPLE, 2, 2, CELLS), (torch.full((7, 1), 3), 4, 1, CELLS)]
     arguments += [(c.topk_idx(), c.num_ranks, c.local_experts, c.cells) for c in CASES]
@@ -116,7 +118,7 @@ def dispatch_plan_case(rank: Runtime, idx: Tensor, weights: Tensor) -> tuple[Ten
     return by_slot, plan.weights_by_route(by_slot), plan.is_sent_WT, *plan.tokens_of_rank
 
 
-def test_a_plan_longer_than_its_rows_means_the_same(interpreted):
+def test_a_plan_longer_than_its_rows_means_the_same(interpreted: Groups) -> None:
     idx, weights = EXAMPLE[1:], torch.tensor([[0.1, 0.2], [0.3, 0.4]])
     plan = make_plan(idx, 2, 2)
     ((by_slot, by_route, goes, *tokens),) = interpreted(1).run(dispatch_plan_case, idx, weights)
@@ -135,7 +137,7 @@ SIZES = {"num_tokens": "i32:16", "num_local_experts": "i32"}
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("top_k", [1, 8, 16])
-def test_counting_compiles_ahead_of_time(arch, top_k):
+def test_counting_compiles_ahead_of_time(arch: int, top_k: int) -> None:
     pointers = {"topk_idx_ptr": INT64, "rows_ptr": INT32, "routes_ptr": INT32}
     # Launchers pass the number 1 as a constant.
     compiled = compile_ahead(
@@ -156,17 +158,20 @@ def test_counting_compiles_ahead_of_time(arch, top_k):
 @pytest.mark.parametrize(
     ("top_k", "num_slots", "pieces"), [(8, 8, 1), (8, 8, None), (16, 4, None), (1, 1, 1)]
 )
-def test_writing_compiles_ahead_of_time_with_64_bit_offsets(arch, top_k, num_slots, pieces):
+def test_writing_compiles_ahead_of_time_with_64_bit_offsets(
+    arch: int, top_k: int, num_slots: int, pieces: int | None
+) -> None:
     pointers = dict.fromkeys(("rows_ptr", "routes_ptr", "local_expert_ptr", "row_ptr"), INT32)
     pointers |= dict.fromkeys(
         ("topk_idx_ptr", "token_ptr", "send_counts_ptr", "send_routes_ptr", "slot_ptr"), INT64
     )
     sizes = SIZES | {"max_rows": "i32:16"} | ({} if pieces else {"pieces": "i32"})
+    constant: dict[str, Any] = {"pieces": pieces} if pieces else {}
     compiled = compile_ahead(
         kernels._write_kernel,
         arch,
         pointers | sizes,
-        **({"pieces": pieces} if pieces else {}),
+        **constant,
         TOP_K=top_k,
         NUM_SLOTS=num_slots,
         K_PAD=top_k,

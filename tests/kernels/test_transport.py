@@ -1,5 +1,5 @@
 """Rows travel through mailboxes by kernels: three processes, shared memory, the interpreter, where
-the same text runs as on a GPU. Runs in CI.
+the same text runs as on a GPU.
 
 Every rank computes what every other one sends, so what arrives is compared to the bit. Arenas are
 full of 0xFF wherever nothing was written, outputs of NaN.
@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+
+from tests.support.ranks import Groups
 
 pytest.importorskip("triton", reason="Triton exists on Linux alone")
 
@@ -288,7 +290,9 @@ def exchange_case(rank: Runtime, width: int, dtype: torch.dtype, far: tuple[int,
         (64, torch.bfloat16, (1, 2)),
     ],
 )
-def test_what_arrives_is_what_was_sent_outward_and_back(interpreted, width, dtype, far):
+def test_what_arrives_is_what_was_sent_outward_and_back(
+    interpreted: Groups, width: int, dtype: torch.dtype, far: tuple[int, ...]
+) -> None:
     """With ``far`` ranks, rows are packed in staging memory, and a copy plays NVSHMEM's put."""
     received = interpreted(RANKS).run(exchange_case, width, dtype, far)
     assert min(received) > 5, "too few rows to show anything"

@@ -1,5 +1,4 @@
 """The transport's kernels compiled for GPUs that are not here: widths, scopes, registers, 64 bits.
-Runs in CI.
 
 D = 2048 as in a model of a few billion parameters; eight ranks, eight slots of metadata.
 """
@@ -145,7 +144,7 @@ def accesses(ptx: str, kind: str) -> Counter[str]:
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("rows", ["bf16", "fp32"])
-def test_rows_are_moved_by_16_bytes(arch, rows):
+def test_rows_are_moved_by_16_bytes(arch: int, rows: str) -> None:
     """What is narrower are the header's two words."""
     for name in ("push", "reduce"):
         for changes in ({}, ROWS_ALONE):
@@ -159,13 +158,13 @@ def test_rows_are_moved_by_16_bytes(arch, rows):
         assert set(accesses(found, "st")) == {"global.v4.b32"}, name
 
 
-def test_rows_that_are_no_multiple_of_16_bytes_are_moved_by_8():
+def test_rows_that_are_no_multiple_of_16_bytes_are_moved_by_8() -> None:
     stores = accesses(ahead("push", 90, WIDTH=2052, **ROWS_ALONE).ptx, "st")
     assert set(stores) == {"global.b64", "global.v2.b32"}
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_a_release_for_each_peer_and_an_acquire_at_system_scope(arch):
+def test_a_release_for_each_peer_and_an_acquire_at_system_scope(arch: int) -> None:
     """A program of 32 threads holds 8 peers: one instruction is one release each."""
     signal, wait = ahead("signal", arch), ahead("wait", arch)
     assert accesses(signal.ptx, "atom") == {"global.sys.release.exch.b64": 1}
@@ -180,7 +179,7 @@ def test_a_release_for_each_peer_and_an_acquire_at_system_scope(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_the_threads_of_a_wait_agree_on_the_time(arch):
+def test_the_threads_of_a_wait_agree_on_the_time(arch: int) -> None:
     """Both readings, two words each, go through all 32 of them; the flags through 8."""
     ptx = ahead("wait", arch).ptx
     assert ptx.count("%globaltimer") == 2
@@ -188,14 +187,14 @@ def test_the_threads_of_a_wait_agree_on_the_time(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_mailboxes_are_not_read_by_the_path_that_may_be_stale(arch):
+def test_mailboxes_are_not_read_by_the_path_that_may_be_stale(arch: int) -> None:
     for name in ("pull", "sum_rows", "wait"):
         loads = accesses(ahead(name, arch).ptx, "ld")
         assert not any(".nc" in form for form in loads), name
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_sums_are_in_fp32_and_rounded_to_nearest(arch):
+def test_sums_are_in_fp32_and_rounded_to_nearest(arch: int) -> None:
     for name in ("reduce", "sum_rows", "sum_pairs"):
         found = ahead(name, arch)
         additions = re.findall(r"arith\.addf .* : tensor<\d+x(\w+)>", found.ttir)
@@ -206,14 +205,14 @@ def test_sums_are_in_fp32_and_rounded_to_nearest(arch):
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("rows", ["bf16", "fp32"])
-def test_few_registers_and_no_spills(arch, rows):
+def test_few_registers_and_no_spills(arch: int, rows: str) -> None:
     for name in set(CASES) - {"put"}:
         found = ahead(name, arch, rows)
         assert found.spill_bytes == 0, name
         assert found.registers <= REGISTERS, name
 
 
-def test_rows_times_width_and_all_other_products_are_in_64_bits():
+def test_rows_times_width_and_all_other_products_are_in_64_bits() -> None:
     for name in set(CASES) - {"put"}:
         for rows in ("bf16", "fp32"):
             products = re.findall(r"arith\.muli .* : (\S+)", ahead(name, 90, rows).ttir)
@@ -221,7 +220,7 @@ def test_rows_times_width_and_all_other_products_are_in_64_bits():
             assert {re.sub(r"tensor<\d+x|>", "", each) for each in products} == {"i64"}, name
 
 
-def test_numbers_that_are_1_become_constants():
+def test_numbers_that_are_1_become_constants() -> None:
     """Triton compiles a variant of its own for them."""
     ones: dict[str, Any] = {
         "rank": 1, "max_rows": 1, "max_own": 1, "num_rows_out": 1, "num_tokens": 1, "num_rows": 1,
@@ -236,7 +235,7 @@ def test_numbers_that_are_1_become_constants():
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_nvshmem_is_linked_where_it_is_wanted_and_nowhere_else(arch):
+def test_nvshmem_is_linked_where_it_is_wanted_and_nowhere_else(arch: int) -> None:
     """With the library of the installed wheel, some seconds for each GPU."""
     package = importlib.util.find_spec("nvidia.nvshmem")
     if package is None or not package.submodule_search_locations:
@@ -249,6 +248,8 @@ def test_nvshmem_is_linked_where_it_is_wanted_and_nowhere_else(arch):
         assert "nvshmem" not in ahead(name, arch).ptx, name
 
 
-def test_without_nvshmems_library_its_kernel_cannot_be_compiled(capfd):
+def test_without_nvshmems_library_its_kernel_cannot_be_compiled(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(PTXASError, match="nvshmemx_putmem_signal_nbi_block"):
         ahead("put", 90)

@@ -1,4 +1,4 @@
-"""The docstrings' examples of the transport's kernels, and extreme sizes. Runs in CI.
+"""The docstrings' examples of the transport's kernels, and extreme sizes.
 
 One process of the interpreter stands for rank 1 of three; its peers are tensors beside it.
 """
@@ -6,6 +6,8 @@ One process of the interpreter stands for rank 1 of three; its peers are tensors
 import pytest
 import torch
 from torch import Tensor
+
+from tests.support.ranks import Groups
 
 triton = pytest.importorskip("triton", reason="Triton exists on Linux alone")
 
@@ -231,13 +233,13 @@ def sums_are_in_fp32() -> None:
     assert sum_rows(column(1).bfloat16(), counts_W, row_WT, *arena).item() == 258
 
 
-def test_the_docstrings_examples_and_the_extremes(interpreted):
+def test_the_docstrings_examples_and_the_extremes(interpreted: Groups) -> None:
     cases = [push_example, signals_example, pull_example, reduce_example, sum_rows_example]
     others = [nothing_at_all, no_more_than_fits, wide_rows, many_values, sums_are_in_fp32]
     interpreted(3).run(run_alone, cases + others)
 
 
-def test_the_reference_adds_as_the_transport_on_cpus_does():
+def test_the_reference_adds_as_the_transport_on_cpus_does() -> None:
     idx_TK = torch.stack([torch.randperm(6)[:3] for _ in range(50)])
     plan = make_plan(idx_TK, num_ranks=RANKS, num_local_experts=2)
     rows = list(torch.randn(sum(plan.send_counts), 5).split(plan.send_counts))
@@ -260,5 +262,5 @@ def packed_example() -> None:
         assert out.tolist() == range_
 
 
-def test_the_bytes_of_a_region_that_are_put(interpreted):
+def test_the_bytes_of_a_region_that_are_put(interpreted: Groups) -> None:
     interpreted(3).run(run_alone, [packed_example])

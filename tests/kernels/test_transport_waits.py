@@ -1,10 +1,12 @@
-"""Waits that fail, and one that takes time, in the interpreter. Runs in CI."""
+"""Waits that fail, and one that takes time, in the interpreter."""
 
 import threading
 import time
 
 import pytest
 import torch
+
+from tests.support.ranks import Groups
 
 pytest.importorskip("triton", reason="Triton exists on Linux alone")
 
@@ -65,5 +67,5 @@ def impossible_headers() -> None:
     assert near.wait(error, ANSWER, [0, 0, 0], [0, 0, 0]) == ([4, 0, 0], [4, 4 * SLOTS, 0])
 
 
-def test_waits_that_fail_and_one_that_takes_time(interpreted):
+def test_waits_that_fail_and_one_that_takes_time(interpreted: Groups) -> None:
     interpreted(3).run(run_alone, [a_missing_peer, a_peer_ahead, a_late_peer, impossible_headers])

@@ -1,4 +1,4 @@
-"""Chunked cross-entropy against torch's own. Runs in CI."""
+"""Chunked cross-entropy against torch's own."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The router: ties, NaN, options, losses with their constants, bias updates. Runs in CI."""
+"""The router: ties, NaN, options, losses with their constants, bias updates."""
 
 import pytest
 import torch

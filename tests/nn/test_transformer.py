@@ -1,4 +1,4 @@
-"""The model on one device: masking, padding, recompute, layouts of weights. Runs in CI."""
+"""The model on one device: masking, padding, recompute, layouts of weights."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
 """A layer that only some micro-batches of a window use has the same gradient in both modes.
 
-Runs on gloo, in CI.
+Runs on gloo.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 """The layout does not change the result: ranks, EP degree, mode, micro-batch size, recompute,
 compile.
 
-Runs on gloo, in CI. The batches have very unequal numbers of labels (some sequences have none), and
-all balancing losses, the router bias and clipping are on.
+Runs on gloo. The batches have very unequal numbers of labels (some sequences have none), and all
+balancing losses, the router bias and clipping are on.
 """
 
 import warnings

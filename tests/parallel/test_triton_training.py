@@ -1,5 +1,5 @@
 """A model trained as on GPUs: Triton's kernels, mailboxes that kernels fill, main gradients that
-kernels add to. Two gloo ranks, the interpreter, shared memory. Runs in CI.
+kernels add to. Two gloo ranks, the interpreter, shared memory.
 """
 
 from dataclasses import replace

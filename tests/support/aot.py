@@ -1,4 +1,4 @@
-"""Kernels compiled ahead of time, for GPUs that this machine does not have."""
+"""Compile kernels ahead of time, for GPUs that this machine does not have."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -13,13 +13,15 @@ ARCHS = [80, 90, 100]
 
 
 class Compiled(NamedTuple):
+    """A compiled kernel: Triton IR, PTX, and resources."""
+
     ttir: str
     ptx: str
     registers: int
-    """Of a thread."""
+    """Registers per thread."""
     spill_bytes: int
     shared_bytes: int
-    """Shared memory of a program."""
+    """Shared memory per program."""
 
 
 def compile_ahead(
@@ -32,11 +34,11 @@ def compile_ahead(
     extern_libs: tuple[tuple[str, str], ...] = (),
     **constexprs: Any,
 ) -> Compiled:
-    """Compile for sm_``arch``, once a session.
+    """Compile for sm_``arch``, once per session.
 
-    :param types: of each argument that is no constexpr: ``*bf16``, ``i32`` ..., with ``:16`` behind
-        it where pointer or number is a multiple of 16, as launchers pass them.
-    :param extern_libs: names and paths of bitcode.
+    :param types: type of each argument that is no constexpr: ``*bf16``, ``i32``, ... The suffix
+        ``:16`` marks a pointer or number that is a multiple of 16 in every launch.
+    :param extern_libs: names and paths of bitcode libraries.
     """
     return _compile(
         kernel,

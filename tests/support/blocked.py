@@ -1,4 +1,4 @@
-"""Python processes in which some modules cannot be imported, as on a machine that lacks them."""
+"""Python processes that cannot import some modules, as on a machine without them."""
 
 import os
 from pathlib import Path
@@ -12,10 +12,10 @@ for name in {names!r}:
 
 
 def without(folder: Path, *modules: str) -> dict[str, str]:
-    """An environment whose Python processes, and the processes that they start, lack modules.
+    """Environment whose Python processes, and their children, cannot import some modules.
 
-    :param folder: takes the file that Python runs at each start.
-    :param modules: with a package its submodules are gone.
+    :param folder: folder for the file that Python runs at each start.
+    :param modules: modules, or packages with all their submodules.
     """
     (folder / "sitecustomize.py").write_text(BLOCK.format(names=modules), encoding="utf-8")
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))

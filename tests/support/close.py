@@ -1,4 +1,4 @@
-"""How far two computations of one number may lie apart: every numeric bar of the tests.
+"""The tolerances of the tests: largest differences between two computations of one number.
 
 [Note: bars scale with operands]
 A dot product of n terms that is computed in a type with the relative spacing eps differs from the
@@ -6,7 +6,7 @@ exact one by at most ``n * eps * sum |a_i * b_i|``. The bound has the operands o
 not the result. Where the terms cancel, the result is far smaller than the sum of their absolute
 values, and the error stays: 1000.1 - 1000 in FP32 is 0.1 to 3e-5, a relative error of 3e-4. Each
 processor, each shape and each number of ranks sums in another order, so a bar that is relative to
-such a result holds on one machine and breaks on the next. Hence:
+such a result holds on one machine and fails on the next. Therefore:
 
 - ``close`` takes ``scale``: per element the sum of the absolute values of the terms that were
   added. ``products(a, b)`` gives the scale of ``a @ b``. The scale of a longer computation is the
@@ -28,7 +28,7 @@ from torch import Tensor
 
 
 class Bars(NamedTuple):
-    """The bars of a type in which a computation runs."""
+    """The bars of a computation in one type."""
 
     rounding: float
     """Largest relative error of one rounding: half the spacing."""
@@ -58,11 +58,11 @@ def share_of_bar(
     scale: Tensor | float,
     dtype: torch.dtype | None = None,
 ) -> float:
-    """Largest error of any element over the bar of that element; up to 1 is close.
+    """Largest ratio of an element's error and its bar; a ratio up to 1 is close.
 
-    :param scale: per element (or for all), sum of the absolute values of the terms of the sum.
+    :param scale: per element (or for all), sum of the absolute values of the added terms.
         An element of scale 0 must be exact.
-    :param dtype: type in which ``found`` was computed; that of ``found`` if not given.
+    :param dtype: type of the computation; ``None`` means the type of ``found``.
     :returns: infinity where a value of ``found`` is NaN.
     """
     assert found.shape == expected.shape, (found.shape, expected.shape)
@@ -98,8 +98,8 @@ def same_figures(found: Any, expected: Any, dtype: torch.dtype = torch.float32) 
     :param found: number, or list (of lists) of numbers.
     :param dtype: type in which the layers of either run compute.
     """
-    mine, other = (torch.as_tensor(each, dtype=torch.float64) for each in (found, expected))
-    torch.testing.assert_close(mine, other, rtol=BARS[dtype].training, atol=0)
+    first, second = (torch.as_tensor(x, dtype=torch.float64) for x in (found, expected))
+    torch.testing.assert_close(first, second, rtol=BARS[dtype].training, atol=0)
 
 
 def same_weights(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

@@ -1,5 +1,7 @@
-"""The CPU kernels that torch computes with. They depend on the processor and on three variables of
-the environment, and each set of kernels adds in an order of its own.
+"""The CPU kernels of torch and its libraries.
+
+They depend on the processor and on three environment variables. Each set of kernels adds in a
+different order.
 """
 
 import os
@@ -23,24 +25,25 @@ torch.nn.functional.conv2d(image, window)  # by oneDNN
 
 
 def describe() -> str:
-    """One line: the vector instructions of torch's own kernels, and the variables that are set."""
+    """One line with the vector instructions of torch's kernels, and the variables that are set."""
     given = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
     capability = torch.backends.cpu.get_cpu_capability()
     return f"CPU kernels: {capability}, torch {torch.__version__}, {' '.join(given) or 'as found'}"
 
 
 def compile_cache() -> Path:
-    """A folder for the code that torch.compile generates, for this set of kernels.
+    """Folder for the code that torch.compile generates with this set of kernels.
 
-    torch finds generated code again by the traced operations alone: code with vector instructions
-    of one set would be built with the flags of another, and not compile.
+    torch looks generated code up by the traced operations alone. In a shared folder, code with
+    the vector instructions of one set would be built with the flags of another, and would not
+    compile.
     """
     user, capability = os.getuid(), torch.backends.cpu.get_cpu_capability()
     return Path(tempfile.gettempdir()) / f"olmo_shard-tests-{user}" / f"compiled-{capability}"
 
 
 def probed() -> dict[str, str]:
-    """By library, the kernels that a new process reports when it computes: torch, MKL, oneDNN."""
+    """Library (torch, MKL, oneDNN) to the kernels that a new process reports."""
     done = subprocess.run(
         [sys.executable, "-c", _PROBE],
         env=os.environ | {"MKL_VERBOSE": "1", "ONEDNN_VERBOSE": "1"},

@@ -1,5 +1,7 @@
-"""What the launcher of a kernel does: which kernels it launches, which operations of torch it
-calls, and whether the kernels write outside of what it allocates. For the interpreter.
+"""Record what a kernel's launcher does in the interpreter.
+
+The record has the launched kernels and the called operations of torch. A kernel that writes outside
+of the tensors that the launcher has allocated is an error.
 """
 
 import re
@@ -17,18 +19,21 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 POISON = 1234567
 _GUARD = 4096
+"""Elements before and after each allocated tensor, to detect writes outside."""
 _empty = torch.empty
 _FREE_OF_SYNC = {"empty", "fill_", "slice", "view", "detach", "clone"}
-"""Operations that allocate, copy or describe, and tell the host no value."""
+"""Operations that return no value of the device to the host."""
 
 
 @dataclass
 class Watch:
+    """Names of launched kernels, in order, and of called operations."""
+
     launches: list[str] = field(default_factory=list)
     operations: set[str] = field(default_factory=set)
 
     def check(self, launches: int) -> None:
-        """So many launches, and no operation that could wait for the device."""
+        """Assert the number of launches, and that no operation waits for the device."""
         assert len(self.launches) == launches, self.launches
         assert self.operations <= _FREE_OF_SYNC, self.operations - _FREE_OF_SYNC
 
@@ -36,17 +41,17 @@ class Watch:
 class _Operations(TorchDispatchMode):
     def __init__(self, watch: Watch) -> None:
         super().__init__()
-        self._found = watch.operations
+        self._operations = watch.operations
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self._found.add(str(func).split(".")[1])
+        self._operations.add(str(func).split(".")[1])
         return func(*args, **(kwargs or {}))
 
 
 class _Kernel:
-    """In place of a kernel: the same, and says that it was launched."""
+    """A kernel that records its launches."""
 
     def __init__(self, name: str, kernel: Any, watch: Watch) -> None:
         self._name, self._kernel, self._watch = name, kernel, watch
@@ -66,7 +71,7 @@ class _Kernel:
 def watched(module: ModuleType, **constants: int) -> Iterator[Watch]:
     """Watch the launchers of a kernel file.
 
-    :param constants: values in place of the file's own, for paths that are long otherwise.
+    :param constants: new values of constants of the file, to reach a path with small inputs.
     """
     watch, buffers = Watch(), []
 
@@ -79,8 +84,8 @@ def watched(module: ModuleType, **constants: int) -> Iterator[Watch]:
     kernels = {name: kernel for name, kernel in vars(module).items() if name.endswith("_kernel")}
     changed: dict[str, Any] = dict(constants)
     changed |= {name: _Kernel(name, kernel, watch) for name, kernel in kernels.items()}
-    # An operator hides what it does from the mode below: its function is called instead.
-    operators = {name: each for name, each in vars(module).items() if isinstance(each, CustomOpDef)}
+    # The mode below sees no operation inside an operator: call the operator's function instead.
+    operators = {name: op for name, op in vars(module).items() if isinstance(op, CustomOpDef)}
     changed |= {name: operator._init_fn for name, operator in operators.items()}
     with (
         mock.patch.multiple(module, **changed),
@@ -90,13 +95,14 @@ def watched(module: ModuleType, **constants: int) -> Iterator[Watch]:
         yield watch
     for buffer, numel in buffers:
         outside = torch.cat([buffer[:_GUARD], buffer[_GUARD + numel :]])
-        assert (outside == POISON).all(), "written outside of what was allocated"
+        assert (outside == POISON).all(), "a kernel has written outside of its tensors"
 
 
 def products_and_offsets(ttir: str, table: int | None = None) -> set[str]:
-    """Types of all products and of all offsets to pointers; those into a table of ``table``
-    elements, whose offsets stay small, are left out.
+    """Types of all integer products and pointer offsets in Triton IR.
+
+    :param table: leave out offsets into a table of this many elements, which are small.
     """
     types = re.findall(r"arith\.muli .* : (\S+)", ttir)
     types += re.findall(r"tt\.addptr .*, (\S+)", ttir)
-    return {each.rstrip(">").split("x")[-1] for each in types if each != f"tensor<{table}xi32>"}
+    return {name.rstrip(">").split("x")[-1] for name in types if name != f"tensor<{table}xi32>"}

@@ -1,4 +1,4 @@
-"""Memory for tests: poison, and tensors that are larger than the machine."""
+"""Memory for tests: poisoned tensors, and tensors that are larger than the machine's memory."""
 
 import mmap
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """New tensors without content are full of NaN (integers: of their largest value) inside."""
+    """Inside, ``torch.empty`` fills tensors with NaN, and integers with their largest value."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     assert torch.empty(1).isnan()
@@ -22,7 +22,7 @@ def poisoned() -> Iterator[None]:
 
 
 def vast(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Zeros of which only the pages that are written to take memory."""
+    """A tensor of zeros in which only written pages take memory."""
     size = torch.Size(shape).numel() * dtype.itemsize
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     pages = np.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=np.uint8)

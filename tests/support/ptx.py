@@ -1,4 +1,4 @@
-"""The PTX of a kernel that was compiled ahead of time, read without a GPU."""
+"""Read the PTX of a kernel that was compiled ahead of time; no GPU is needed."""
 
 import re
 import subprocess
@@ -8,12 +8,14 @@ from triton import knobs
 
 
 class PtxasReport(NamedTuple):
+    """Registers per thread, and bytes of spills."""
+
     registers: int
     spill_bytes: int
 
 
 def ptxas_report(ptx: str, arch: int) -> PtxasReport:
-    """Assemble PTX for sm_``arch`` and read the resources that a thread takes."""
+    """Assemble PTX for sm_``arch``, and return the resources per thread."""
     target = re.search(r"\.target (sm_\w+)", ptx)
     assert target is not None
     assert target[1].startswith(f"sm_{arch}")
@@ -33,7 +35,7 @@ def ptxas_report(ptx: str, arch: int) -> PtxasReport:
 
 
 def loops_with(ptx: str, instruction: str) -> list[str]:
-    """The loops that hold an instruction: the lines from a label to a branch back to that label."""
+    """The loops with an instruction: the lines from a label to a branch back to that label."""
     lines = ptx.splitlines()
     line_of_label: dict[str, int] = {}
     loops: list[str] = []
@@ -47,9 +49,9 @@ def loops_with(ptx: str, instruction: str) -> list[str]:
 
 
 def waits_for_copies(ptx: str) -> list[int]:
-    """For each wait in order: the number of groups of asynchronous copies that may stay in flight.
+    """Per wait, in order: the number of groups of asynchronous copies that may stay in flight.
 
-    Zero means that the wait is for every copy.
+    Zero waits for all copies.
     """
     counts = re.findall(r"cp\.async\.(?:wait_group\s+(\d+)|wait_all)", ptx)
     return [int(count or 0) for count in counts]

@@ -1,8 +1,8 @@
-"""Groups of gloo ranks that are started once a session and run many cases.
+"""Groups of gloo ranks that start once per session and run many cases.
 
-A case is a module-level function ``case(rank: Runtime, *args)``; ``group.run(case, *args)`` runs it
-on every rank and returns the results in rank order. An exception on any rank fails the test with
-that rank's traceback.
+A case is a module-level function ``case(rank: Runtime, *args)``. ``group.run(case, *args)`` runs
+the case on every rank and returns the results in rank order. An exception on any rank fails the
+test with that rank's traceback.
 """
 
 import multiprocessing as mp
@@ -25,16 +25,17 @@ _meshes: dict[int, Mesh] = {}
 
 
 def mesh_of(rank: Runtime, expert_parallel: int = 1) -> Mesh:
-    """A mesh, made once in each rank (every rank asks for the same ones in the same order)."""
+    """The mesh of this rank, created on the first call; collective."""
     if expert_parallel not in _meshes:
         _meshes[expert_parallel] = build_mesh(rank, expert_parallel)
     return _meshes[expert_parallel]
 
 
 def _context(interpreted: bool) -> Any:
-    """Ranks are forked from a process that has imported all they need, which takes seconds.
+    """The way in which ranks start.
 
-    Triton reads whether to interpret while it is imported: interpreted ranks import for themselves.
+    Ranks are forked from a process that has imported all modules, which saves seconds per rank.
+    Triton reads at import whether to interpret, so interpreted ranks import their modules anew.
     """
     if interpreted:
         return mp.get_context("spawn")
@@ -46,7 +47,7 @@ def _context(interpreted: bool) -> Any:
 class RankGroup:
     """``size`` processes that wait for cases.
 
-    :param interpreted: Triton kernels run in the interpreter, which is a mode of a whole process.
+    :param interpreted: run Triton kernels in the interpreter, which is a mode of a whole process.
     """
 
     def __init__(self, size: int, *, interpreted: bool = False) -> None:
@@ -64,25 +65,30 @@ class RankGroup:
             self._processes.append(process)
 
     def run(self, case: Callable[..., Any], *args: Any) -> list[Any]:
+        """Run a case on every rank, and return the results in rank order.
+
+        :raises AssertionError: if a rank raises, with its traceback.
+        """
         outcomes = self.outcomes(case, *args)
         failed = [f"rank {rank}:\n{error}" for rank, (error, _) in enumerate(outcomes) if error]
         assert not failed, "\n".join(failed)
         return [value for _, value in outcomes]
 
     def outcomes(self, case: Callable[..., Any], *args: Any) -> list[tuple[str | None, Any]]:
-        """Of each rank: the traceback of what it raised, or null; and what it returned."""
+        """Run a case on every rank. Returns per rank: traceback or ``None``, and result."""
         for pipe in self._pipes:
             pipe.send((case, args))
         return [self._outcome(rank, pipe) for rank, pipe in enumerate(self._pipes)]
 
     def kill(self) -> None:
-        """Without a chance to clean up."""
+        """Kill all ranks, without clean-up."""
         for process in self._processes:
             process.kill()
             process.join()
             process.close()
 
     def close(self) -> None:
+        """End all ranks."""
         for pipe in self._pipes:
             pipe.send(None)
         for process in self._processes:
@@ -101,9 +107,31 @@ class RankGroup:
             return "the process ended", None
 
 
+class Groups:
+    """Rank groups by size, each created at its first use.
+
+    :param interpreted: see ``RankGroup``.
+    """
+
+    def __init__(self, *, interpreted: bool = False) -> None:
+        self._interpreted = interpreted
+        self._groups: dict[int, RankGroup] = {}
+
+    def __call__(self, size: int) -> RankGroup:
+        """The group of ``size`` ranks."""
+        if size not in self._groups:
+            self._groups[size] = RankGroup(size, interpreted=self._interpreted)
+        return self._groups[size]
+
+    def close(self) -> None:
+        """End the ranks of all groups."""
+        for group in self._groups.values():
+            group.close()
+
+
 @contextmanager
 def _environment(**variables: str) -> Iterator[None]:
-    """Set for processes that are started inside."""
+    """Set environment variables for processes that start inside."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -133,7 +161,7 @@ def _serve(pipe: Any, rank: int, size: int, port: int) -> None:
             case, args = job
             try:
                 pipe.send((None, case(place, *args)))
-            except Exception:  # noqa: BLE001  (whatever a case raises fails its test)
+            except Exception:  # noqa: BLE001  (the test process reports it)
                 pipe.send((traceback.format_exc(), None))
 
 

@@ -1,6 +1,8 @@
 """Scales of rounding errors of the model's parts: sums of the absolute values of their terms.
 
-See the note in ``tests/support/close.py``.
+See [Note: bars scale with operands] in ``tests/support/close.py``.
+
+Shape letters: T tokens, K top-k, D model width, F expert width, E experts, R rows, P pairs.
 """
 
 from typing import NamedTuple
@@ -38,12 +40,10 @@ def swiglu_scale(
     term cancels, and each value is the sum of the absolute values of the terms of the value in its
     place.
 
-    :param idx_TK: expert of each route; negative: the route is dropped.
+    :param idx_TK: expert per route; negative for a dropped route.
     """
     operands = (x_TD, weights_TK, w_gate_up_E2FD, w_down_EDF)
-    x, weights, w_gate_up, w_down = (
-        each.detach().double().abs().requires_grad_() for each in operands
-    )
+    x, weights, w_gate_up, w_down = (x.detach().double().abs().requires_grad_() for x in operands)
     gate_TEF, up_TEF = torch.einsum("efd,td->tef", w_gate_up, x).chunk(2, dim=-1)
     out_TED = torch.einsum("edf,tef->ted", w_down, gate_TEF * up_TEF)
     places = idx_TK.long().clamp(min=0)[:, :, None].expand(-1, -1, x.shape[1])
@@ -58,7 +58,7 @@ def swiglu_scale(
 def swiglu_fwd_scale(
     x_RD: Tensor, weight_P: Tensor, w_gate_up: Tensor, row_P: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """FP64 scales of what ``swiglu_fwd`` returns for these operands."""
+    """FP64 scales of the results of ``swiglu_fwd``."""
     x_PD = _absolute(x_RD)[row_P]
     h_P2F = grouped_gemm_ref(x_PD, _absolute(w_gate_up), offsets, transposed=True)
     gate, up = h_P2F.chunk(2, dim=1)
@@ -68,7 +68,7 @@ def swiglu_fwd_scale(
 def swiglu_bwd_scale(
     dy_RD: Tensor, weight_P: Tensor, w_down: Tensor, h_P2F: Tensor, row_P: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """FP64 scales of what ``swiglu_bwd`` returns for these operands."""
+    """FP64 scales of the results of ``swiglu_bwd``."""
     dy_PD, weight_P1 = _absolute(dy_RD)[row_P], _absolute(weight_P)[:, None]
     da_PF = grouped_gemm_ref(dy_PD, _absolute(w_down), offsets, transposed=False)
     gate, up = _absolute(h_P2F).chunk(2, dim=1)
@@ -79,8 +79,8 @@ def swiglu_bwd_scale(
 def moe_scale(layer: MoE, x_TD: Tensor, kept_TK: Tensor) -> Tensor:
     """FP64 [T, D]: scale of the output of a mixture-of-experts layer.
 
-    The weight of a route is the exponential of a logit: its relative error is the error of the
-    logit, whose scale is the sum of the absolute products of token and gate.
+    The weight of a route is the exponential of a logit. Its relative error is the error of the
+    logit, and the scale of the logit is the sum of the absolute products of token and gate.
     """
     weights_TK = layer.router(x_TD[None]).topk_weights_TK
     experts = layer.experts
@@ -103,10 +103,11 @@ def moe_scale(layer: MoE, x_TD: Tensor, kept_TK: Tensor) -> Tensor:
 
 
 def logits_scale(model: Transformer) -> Tensor:
-    """FP64 [vocabulary]: scale of a model's logits, of every token.
+    """FP64 [vocabulary]: scale of a model's logits, for every token.
 
-    The last norm gives each hidden state the length sqrt(d_model), so a logit is at most that times
-    the length of its row of the head. Each layer adds the rounding of one more hidden state.
+    The last norm gives each hidden state the length sqrt(d_model). So a logit is at most that
+    length times the length of its row of the head. Each layer adds the rounding of one more hidden
+    state.
     """
     width, layers = model.config.d_model, model.config.n_layers
     return layers * width**0.5 * model.head_weight().detach().double().norm(dim=1)

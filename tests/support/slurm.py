@@ -1,4 +1,4 @@
-"""Stand-ins for SLURM's programs: a cluster of one host, whose jobs start at once."""
+"""Fakes of SLURM's programs: a cluster of one host, on which jobs start at once."""
 
 import os
 import sys
@@ -21,8 +21,8 @@ if "cpus-per-task" in options:
 command = ["bash", copy, *arguments]
 sys.exit(subprocess.call(command, cwd=spool, env=os.environ | job))
 """
-"""Runs a copy of the script in another folder, as SLURM does. The ports of jobs below 700 are ports
-that no outgoing connection takes.
+"""Runs a copy of the script in another folder, as SLURM does. Job numbers are below 700: olmo-shard
+derives ports from them that no outgoing connection uses.
 """
 
 SCONTROL = """
@@ -48,13 +48,13 @@ def task(rank):
 tasks = [task(rank) for rank in range(2)]
 sys.exit(max(abs(each.wait()) for each in tasks))
 """
-"""Two tasks on this host; options and environment are kept in ``srun.json``."""
+"""Runs two tasks on this host, and writes its options and environment to ``srun.json``."""
 
 
 def cluster(folder: Path) -> dict[str, str]:
-    """An environment in which ``sbatch``, ``scontrol`` and ``srun`` are the stand-ins.
+    """Environment in which ``sbatch``, ``scontrol`` and ``srun`` are the fakes.
 
-    :param folder: takes the programs and what they keep.
+    :param folder: folder for the programs and their files.
     """
     for name, text in {"sbatch": SBATCH, "scontrol": SCONTROL, "srun": SRUN}.items():
         program = folder / name

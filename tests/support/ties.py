@@ -1,8 +1,8 @@
-"""Near ties in routing: where two training runs may part although either is right.
+"""Near ties in routing: two correct training runs may choose different experts.
 
-The choice of experts is not continuous. Where the scores of the last expert chosen and of the first
-one not chosen differ by no more than rounding, two layouts may send a token to different experts,
-and from there on their losses differ by far more than rounding. So a test that compares two runs
+The choice of experts is not continuous. If the scores of the last chosen expert and of the first
+expert that is not chosen differ by no more than rounding, two layouts may send a token to different
+experts. After that their losses differ by far more than rounding. So a test that compares two runs
 to rounding uses a run without near ties, and asserts that there are none.
 """
 
@@ -18,18 +18,19 @@ from torch.nn.modules.module import register_module_forward_hook
 from olmo_shard.nn.router import Router
 
 NEAR_TIE = 1e-6
-"""Scores are below 1. Their rounding errors are some 1e-8 at the start of a run and grow as the
-weights of two runs part.
+"""Scores are below 1. Their rounding errors are about 1e-8 at the start of a run, and grow with the
+difference between the weights of two runs.
 """
 
 
 class Margins:
-    """The smallest gap between a chosen and a refused expert's score, over all tokens so far."""
+    """Smallest gap between the scores of a chosen and an unchosen expert, over all tokens."""
 
     def __init__(self) -> None:
         self.smallest = math.inf
 
     def note(self, router: nn.Module, _: object, routing: Any) -> None:
+        """Forward hook of all modules: update the gap with a router's output."""
         if not isinstance(router, Router) or router.top_k == router.num_experts:
             return
         logits_TE = routing.logits_TE.detach()
@@ -42,7 +43,7 @@ class Margins:
 
 @contextmanager
 def watched_margins() -> Iterator[Margins]:
-    """Watch the routers of all models that run inside, on this rank."""
+    """Measure the margins of all routers that run inside the context, on this rank."""
     margins = Margins()
     handle = register_module_forward_hook(margins.note)
     try:
@@ -52,4 +53,5 @@ def watched_margins() -> Iterator[Margins]:
 
 
 def assert_no_near_tie(smallest: float) -> None:
+    """Fail if the smallest gap is within reach of rounding errors."""
     assert smallest > NEAR_TIE, f"a gap of {smallest:.1e} between scores: take another seed"

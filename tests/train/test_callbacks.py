@@ -1,4 +1,4 @@
-"""Records, events, console and pictures. Runs in CI."""
+"""Records, events, console and pictures."""
 
 import dataclasses
 import io

@@ -1,4 +1,4 @@
-"""Figures of the expert-parallel exchanges in a step's output. Runs on gloo, in CI."""
+"""Figures of the expert-parallel exchanges in a step's output. Runs on gloo."""
 
 import time
 from typing import Any

@@ -1,4 +1,4 @@
-"""A transport that has waited in vain is what a user hears of, not a NaN. Runs on gloo, in CI."""
+"""A transport that has waited in vain is what a user hears of, not a NaN. Runs on gloo."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -1,6 +1,6 @@
 """A global batch in which no token has a label is no step, and a mean over no labels is null.
 
-Runs on gloo, in CI.
+Runs on gloo.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Records at a resume: what is done again is moved, never deleted. Runs in CI."""
+"""Records at a resume: what is done again is moved, never deleted."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Evaluation, and what a step leaves behind. Runs on gloo, in CI."""
+"""Evaluation, and what a step leaves behind. Runs on gloo."""
 
 import gc
 from typing import Any

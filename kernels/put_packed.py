@@ -4,7 +4,7 @@ A *remote* peer is on another node: this rank cannot reach its memory by loads a
 
 Shape letters: W ranks, D width, m slots of a row.
 
-``push_rows`` has written the rows for a remote peer into this rank's staging memory. The layout of
+``put_rows`` has written the rows for a remote peer into this rank's staging memory. The layout of
 the staging memory is that of the peer's arena, so one put per peer carries everything. The put
 starts at the region's first byte, or at the region's header if there are no metadata or no rows. It
 ends with the last row.
@@ -14,7 +14,7 @@ rows with metadata are bytes 0 to 352, two rows without metadata bytes 128 to 35
 bytes 128 to 192.
 
 Arenas and flags are symmetric: an address of this rank means the same place at the peer. The kernel
-runs after ``push_rows`` or ``reduce_and_push``, and before ``signal_peers``. The latter skips the
+runs after ``put_rows`` or ``reduce_and_put``, and before ``signal_peers``. The latter skips the
 flags of remote peers, and increments the epoch for all peers.
 
 Bytes moved per row: D x itemsize; per peer the metadata of max_rows rows, if any. FLOPs: none.

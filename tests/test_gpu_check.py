@@ -97,7 +97,7 @@ def test_on_a_cpu_everything_passes_and_nothing_is_measured(tmp_path: Path) -> N
     assert machine["one-line kernel"].outcome == "passed"
     assert machine["free memory"].note == "needs a GPU"
     assert "| b | 8 ranks: rows as sent |" in done.stdout
-    assert "| c | push_rows, uniform |" in done.stdout
+    assert "| c | put_rows, uniform |" in done.stdout
     assert f"| d | part d |  |  |  | skipped | {lacking} |" in done.stdout
     document = json.loads((tmp_path / "new" / "x.json").read_text())
     assert document["machine"]["torch"] == torch.__version__

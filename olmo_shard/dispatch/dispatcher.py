@@ -21,7 +21,7 @@ from olmo_shard.dispatch.row_plan import make_local_plan, make_plan
 from olmo_shard.dispatch.transport import Transport
 from olmo_shard.errors import ConfigurationError
 from olmo_shard.kernels.backend import Backend
-from olmo_shard.kernels.capacity import keep_within_capacity
+from olmo_shard.kernels.route_capacity import keep_within_capacity
 
 
 class TokenDispatcher:

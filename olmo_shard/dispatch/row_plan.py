@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from olmo_shard.kernels.backend import Backend
-from olmo_shard.kernels.plan import plan_ref, plan_triton
+from olmo_shard.kernels.dispatch_plan import plan_ref, plan_triton
 
 
 @dataclass(frozen=True, kw_only=True)

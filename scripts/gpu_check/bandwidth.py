@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from olmo_shard.dispatch.mailbox.mailbox_layout import MailboxLayout
-from olmo_shard.kernels.capacity import capacity_triton
+from olmo_shard.kernels.copy_received_rows import copy_received_rows
+from olmo_shard.kernels.dispatch_plan import PlanTensors, plan_triton
 from olmo_shard.kernels.expert_layout import expert_layout_triton
 from olmo_shard.kernels.fused_adamw import AdamWRates, AdamWTensors, adamw_triton, pack_scalars
-from olmo_shard.kernels.plan import PlanTensors, plan_triton
-from olmo_shard.kernels.pull_rows import pull_rows
-from olmo_shard.kernels.push_rows import push_rows
-from olmo_shard.kernels.reduce_and_push import reduce_and_push
+from olmo_shard.kernels.put_rows import put_rows
+from olmo_shard.kernels.reduce_and_put import reduce_and_put
+from olmo_shard.kernels.route_capacity import capacity_triton
 from olmo_shard.kernels.row_moves import RowList
 from olmo_shard.kernels.sum_rows import sum_rows
 from scripts.gpu_check.compare import Setup, measurement
@@ -111,9 +111,11 @@ def check_moves(setup: Setup, kind: Kind) -> Iterator[Row]:
     targets, arena = heap.arena_ptrs, heap.arena
 
     variants: dict[str, Callable[[], object]] = {
-        "push_rows": lambda: push_rows(x_TD, sent, targets, epoch, regions, len(plan.token_S)),
-        "pull_rows": lambda: pull_rows(x_TD, sent, counts_W, arena, epoch, regions, received),
-        "reduce_and_push": lambda: reduce_and_push(
+        "put_rows": lambda: put_rows(x_TD, sent, targets, epoch, regions, len(plan.token_S)),
+        "copy_received_rows": lambda: copy_received_rows(
+            x_TD, sent, counts_W, arena, epoch, regions, received
+        ),
+        "reduce_and_put": lambda: reduce_and_put(
             y_PD, pair_Rm, counts_W, None, targets, epoch, regions, own_TD
         ),
         "sum_rows": lambda: sum_rows(
@@ -125,13 +127,13 @@ def check_moves(setup: Setup, kind: Kind) -> Iterator[Row]:
     sent_rows = int(plan.send_counts_W.sum())
     to_others = sent_rows - int(plan.send_counts_W[0])
     num_bytes = {
-        "push_rows": to_others * 2 * (row + 8 * slots),
-        "pull_rows": received * 2 * (row + 8 * slots),
-        "reduce_and_push": num_pairs * row + received * (row + 4 * slots),
+        "put_rows": to_others * 2 * (row + 8 * slots),
+        "copy_received_rows": received * 2 * (row + 8 * slots),
+        "reduce_and_put": num_pairs * row + received * (row + 4 * slots),
         "sum_rows": sent_rows * row + sizes.tokens * (row + 4 * ranks),
     }
-    notes = {"push_rows": "memory of one GPU, not NVLink"}
-    targets_of = {"push_rows": PUSH} if kind == "uniform" else {}
+    notes = {"put_rows": "memory of one GPU, not NVLink"}
+    targets_of = {"put_rows": PUSH} if kind == "uniform" else {}
     yield from _rows(setup, variants, num_bytes, targets_of, notes, f", {kind}")
 
 

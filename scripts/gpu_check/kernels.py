@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from olmo_shard.kernels.accumulate_grad import accumulate_grad
-from olmo_shard.kernels.capacity import capacity_ref, capacity_triton
+from olmo_shard.kernels.dispatch_plan import plan_ref, plan_triton
 from olmo_shard.kernels.expert_layout import expert_layout, expert_layout_triton
 from olmo_shard.kernels.fused_adamw import AdamWRates, AdamWTensors, adamw, pack_scalars
 from olmo_shard.kernels.grouped_gemm import grouped_gemm, grouped_gemm_ref
-from olmo_shard.kernels.plan import plan_ref, plan_triton
+from olmo_shard.kernels.route_capacity import capacity_ref, capacity_triton
 from olmo_shard.kernels.sum_pairs import sum_pairs, sum_pairs_ref
 from scripts.gpu_check.compare import Setup, close, equal, poisoned
 from scripts.gpu_check.inputs import Draw, Kind, layout_of

@@ -12,7 +12,7 @@ from torch import Tensor
 from olmo_shard.data.labels import IGNORE_INDEX
 from olmo_shard.dispatch.mailbox.mailbox_layout import most_rows
 from olmo_shard.dispatch.row_plan import make_plan
-from olmo_shard.kernels.capacity import keep_within_capacity
+from olmo_shard.kernels.route_capacity import keep_within_capacity
 from olmo_shard.nn.moe import MoE
 from tests.support.close import close
 from tests.support.dispatch import local_dispatcher

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-import olmo_shard.kernels.capacity
+import olmo_shard.kernels.dispatch_plan
 import olmo_shard.kernels.expert_layout
-import olmo_shard.kernels.plan
+import olmo_shard.kernels.route_capacity
 import olmo_shard.kernels.sum_pairs  # noqa: F401  (registers the operators)
 from tests.support.ranks import Groups
 

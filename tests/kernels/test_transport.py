@@ -21,10 +21,14 @@ pytest.importorskip("triton", reason="Triton exists on Linux alone")
 from olmo_shard.dispatch.mailbox.mailbox_layout import MailboxLayout
 from olmo_shard.distributed.runtime import Runtime
 from olmo_shard.kernels import put_packed as put_packed_module
-from olmo_shard.kernels.pull_rows import pull_ref, pull_rows, pull_weights
-from olmo_shard.kernels.push_rows import push_rows, rows_by_rank_ref
+from olmo_shard.kernels.copy_received_rows import (
+    copy_received_rows,
+    copy_received_rows_ref,
+    copy_returned_weights,
+)
 from olmo_shard.kernels.put_packed import put_packed
-from olmo_shard.kernels.reduce_and_push import reduce_and_push
+from olmo_shard.kernels.put_rows import put_rows, put_rows_ref
+from olmo_shard.kernels.reduce_and_put import reduce_and_put
 from olmo_shard.kernels.row_moves import RowList
 from olmo_shard.kernels.signals import signal_peers, wait_signals
 from olmo_shard.kernels.sum_pairs import sum_pairs, sum_pairs_ref
@@ -176,7 +180,7 @@ def outward(end: End, turn: int, everyone: list[Inputs]) -> list[int]:
     me = end.heap.rank
     x_ND, sent, _ = everyone[me]
     metadata = sent.weights_Sm is not None
-    push_rows(x_ND, sent, end.heap.peer_ptrs, end.epoch, end.regions, RANKS * TOKENS, 4)
+    put_rows(x_ND, sent, end.heap.peer_ptrs, end.epoch, end.regions, RANKS * TOKENS, 4)
     end.finish_put(sent.counts_W, with_metadata=metadata)
     counts_W, totals = end.wait(sent.counts_W, sent.routes_W)
     counts = [int(each.sent.counts_W[me]) for each in everyone]
@@ -186,7 +190,7 @@ def outward(end: End, turn: int, everyone: list[Inputs]) -> list[int]:
     end.assert_regions(counts, routes, metadata=metadata)
     num_rows_out = sum(counts) + turn % 3
     with poisoned_outputs():
-        rows, weights, experts = pull_rows(
+        rows, weights, experts = copy_received_rows(
             x_ND, sent, counts_W, end.heap.arena, end.epoch, end.regions, num_rows_out, 8
         )
 
@@ -198,13 +202,19 @@ def outward(end: End, turn: int, everyone: list[Inputs]) -> list[int]:
             for each in everyone
         ]
 
-    sent_to_me = [rows_by_rank_ref(each.x_ND, each.sent)[me] for each in everyone]
-    assert_bits(rows, pull_ref(sent_to_me, num_rows_out, 0), f"rows, round {turn}")
+    sent_to_me = [put_rows_ref(each.x_ND, each.sent)[me] for each in everyone]
+    assert_bits(rows, copy_received_rows_ref(sent_to_me, num_rows_out, 0), f"rows, round {turn}")
     if metadata:
         assert weights is not None
         assert experts is not None
-        assert_bits(weights, pull_ref(of_me("weights_Sm"), num_rows_out, 0), f"weights, {turn}")
-        assert_bits(experts, pull_ref(of_me("local_expert_Sm"), num_rows_out, -1), f"{turn}")
+        assert_bits(
+            weights,
+            copy_received_rows_ref(of_me("weights_Sm"), num_rows_out, 0),
+            f"weights, {turn}",
+        )
+        assert_bits(
+            experts, copy_received_rows_ref(of_me("local_expert_Sm"), num_rows_out, -1), f"{turn}"
+        )
     else:
         assert weights is None
         assert experts is None
@@ -228,7 +238,7 @@ def back(end: End, turn: int, everyone: list[Inputs]) -> None:
     with poisoned_outputs():
         assert_bits(sum_pairs(y_PD, pair_Rm), sums[me], f"sums, round {turn}")
         own_out = y_PD.new_empty(TOKENS, width)
-    reduce_and_push(
+    reduce_and_put(
         y_PD,
         pair_Rm,
         received_W,
@@ -255,12 +265,14 @@ def back(end: End, turn: int, everyone: list[Inputs]) -> None:
     if with_weights:
         num_rows_out = sum(counts) + 2
         with poisoned_outputs():
-            weights_Sm = pull_weights(
+            weights_Sm = copy_returned_weights(
                 weights_Rm, received_W, counts_W, end.heap.arena, end.epoch, end.regions,
                 num_rows_out, 8,
             )  # fmt: skip
         blocks = [results[owner].weights_Rm.split(received[owner])[me] for owner in range(RANKS)]
-        assert_bits(weights_Sm, pull_ref(blocks, num_rows_out, 0), f"weights back, {turn}")
+        assert_bits(
+            weights_Sm, copy_received_rows_ref(blocks, num_rows_out, 0), f"weights back, {turn}"
+        )
     end.consumed()
 
 

@@ -17,10 +17,10 @@ from triton.runtime.errors import PTXASError  # noqa: E402
 
 from olmo_shard.dispatch.heap.nvshmem_library import find_bitcode  # noqa: E402
 from olmo_shard.kernels import (  # noqa: E402
-    pull_rows,
-    push_rows,
+    copy_received_rows,
     put_packed,
-    reduce_and_push,
+    put_rows,
+    reduce_and_put,
     signals,
     sum_pairs,
     sum_rows,
@@ -51,7 +51,7 @@ def typed(**names: str) -> dict[str, str]:
 
 CASES = {
     "push": Case(
-        push_rows._push_rows_kernel,
+        put_rows._put_rows_kernel,
         typed(
             rows="x_ptr", words="row_ptr counts_ptr routes_ptr peer_ptrs_ptr epoch_ptr",
             floats="weights_ptr", ints="experts_ptr", numbers="rank num_ranks",
@@ -59,7 +59,7 @@ CASES = {
         ),
     ),
     "reduce": Case(
-        reduce_and_push._reduce_and_push_kernel,
+        reduce_and_put._reduce_and_put_kernel,
         typed(
             rows="y_ptr own_ptr", ints="pair_ptr", words="counts_ptr peer_ptrs_ptr epoch_ptr",
             floats="weights_ptr", numbers="rank num_ranks",
@@ -67,7 +67,7 @@ CASES = {
         ),
     ),
     "pull": Case(
-        pull_rows._pull_kernel,
+        copy_received_rows._copy_received_kernel,
         typed(
             rows="x_ptr rows_ptr", words="row_ptr own_counts_ptr counts_ptr epoch_ptr",
             floats="own_weights_ptr weights_ptr", ints="own_experts_ptr experts_ptr",

@@ -13,11 +13,11 @@ triton = pytest.importorskip("triton", reason="Triton exists on Linux alone")
 
 from olmo_shard.dispatch.row_plan import make_plan  # noqa: E402
 from olmo_shard.dispatch.sum_returned_rows import sum_returned_rows  # noqa: E402
+from olmo_shard.kernels.copy_received_rows import copy_received_rows, copy_returned_weights  # noqa: E402
 from olmo_shard.kernels.language import tl  # noqa: E402
-from olmo_shard.kernels.pull_rows import pull_rows, pull_weights  # noqa: E402
-from olmo_shard.kernels.push_rows import push_rows  # noqa: E402
 from olmo_shard.kernels.put_packed import packed_bytes  # noqa: E402
-from olmo_shard.kernels.reduce_and_push import reduce_and_push  # noqa: E402
+from olmo_shard.kernels.put_rows import put_rows  # noqa: E402
+from olmo_shard.kernels.reduce_and_put import reduce_and_put  # noqa: E402
 from olmo_shard.kernels.row_moves import RowList, copy_values, fill_values  # noqa: E402
 from olmo_shard.kernels.signals import signal_peers  # noqa: E402
 from olmo_shard.kernels.sum_pairs import sum_pairs, sum_pairs_ref  # noqa: E402
@@ -44,7 +44,7 @@ def push_example() -> None:
     near = neighbourhood(epoch=3)
     x_ND = torch.arange(8.0)[:, None]
     sent = RowList(counts_W=torch.tensor([2, 1, 1]), row_S=torch.tensor([5, 7, 7, 2]))
-    push_rows(x_ND, sent, near.peer_ptrs, near.epoch, near.regions, max_rows_in_all=4)
+    put_rows(x_ND, sent, near.peer_ptrs, near.epoch, near.regions, max_rows_in_all=4)
     to_0, to_2 = near.region(0, ME, buffer=0), near.region(2, ME, buffer=0)
     assert to_0.rows[:2].tolist() == [[5], [7]]
     assert to_2.rows[:1].tolist() == [[2]]
@@ -80,7 +80,7 @@ def pull_example() -> None:
         weights_Sm=torch.tensor([[8.0, 8], [0.25, 0]]),
         local_expert_Sm=torch.tensor([[8, 8], [1, -1]], dtype=torch.int32),
     )
-    rows, weights, experts = pull_rows(
+    rows, weights, experts = copy_received_rows(
         torch.arange(4.0)[:, None],
         sent,
         torch.tensor([2, 1, 1]),
@@ -104,7 +104,7 @@ def reduce_example() -> None:
         assert sums(y_PD, pair_Rm).tolist() == [[9], [4], [0], [2]]
     own_out = torch.full((2, 1), torch.nan)
     arguments = (near.peer_ptrs, near.epoch, near.regions, own_out)
-    reduce_and_push(y_PD, pair_Rm, torch.tensor([1, 1, 2]), None, *arguments)
+    reduce_and_put(y_PD, pair_Rm, torch.tensor([1, 1, 2]), None, *arguments)
     assert near.region(0, ME, buffer=0).rows[0].item() == 9
     assert own_out[0].item() == 4
     assert near.region(2, ME, buffer=0).rows[:2].tolist() == [[0], [2]]
@@ -126,16 +126,16 @@ def nothing_at_all() -> None:
     """No rows, no tokens, no pairs: headers and flags alone."""
     near = neighbourhood(epoch=1, width=36)
     none, nothing = torch.empty(0, 36), torch.zeros(RANKS, dtype=torch.int64)
-    push_rows(none, RowList(nothing), near.peer_ptrs, near.epoch, near.regions, 0)
+    put_rows(none, RowList(nothing), near.peer_ptrs, near.epoch, near.regions, 0)
     assert near.region(0, ME, buffer=0).num_rows == near.region(2, ME, buffer=0).num_rows == 0
     no_pairs = torch.empty(0, SLOTS, dtype=torch.int32)
-    reduce_and_push(none, no_pairs, nothing, None, near.peer_ptrs, near.epoch, near.regions, none)
+    reduce_and_put(none, no_pairs, nothing, None, near.peer_ptrs, near.epoch, near.regions, none)
     arena = (near.arenas[ME], near.epoch, near.regions)
-    rows, _, _ = pull_rows(none, RowList(nothing), nothing, *arena, num_rows_out=0)
+    rows, _, _ = copy_received_rows(none, RowList(nothing), nothing, *arena, num_rows_out=0)
     assert rows.shape == (0, 36)
-    rows, _, _ = pull_rows(none, RowList(nothing), nothing, *arena, num_rows_out=2)
+    rows, _, _ = copy_received_rows(none, RowList(nothing), nothing, *arena, num_rows_out=2)
     assert rows.tolist() == [[0] * 36] * 2
-    weights = pull_weights(torch.empty(0, SLOTS), nothing, nothing, *arena, num_rows_out=1)
+    weights = copy_returned_weights(torch.empty(0, SLOTS), nothing, nothing, *arena, num_rows_out=1)
     assert weights.tolist() == [[0] * SLOTS]
     assert sum_pairs(none, no_pairs).shape == (0, 36)
     no_tokens = torch.empty(RANKS, 0, dtype=torch.int32)
@@ -150,21 +150,19 @@ def no_more_than_fits() -> None:
     many = torch.tensor([MOST + 2, 3, MOST + 2])
     num_rows = int(many.sum())
     x_ND = torch.ones(num_rows, 16)
-    push_rows(x_ND, RowList(many), near.peer_ptrs, near.epoch, near.regions, num_rows)
+    put_rows(x_ND, RowList(many), near.peer_ptrs, near.epoch, near.regions, num_rows)
     assert_only_regions_written(near)
     near = neighbourhood(epoch=3, width=16)
     own_out = torch.full((3, 16), torch.nan)
     pair_Rm = torch.arange(num_rows * SLOTS, dtype=torch.int32).view(num_rows, SLOTS) % num_rows
-    reduce_and_push(
-        x_ND, pair_Rm, many, None, near.peer_ptrs, near.epoch, near.regions, own_out[:2]
-    )
+    reduce_and_put(x_ND, pair_Rm, many, None, near.peer_ptrs, near.epoch, near.regions, own_out[:2])
     assert_only_regions_written(near)
     assert own_out[2].isnan().all()
     rows = torch.full((6, 16), torch.nan)
     x_ND.new_empty = lambda num_rows, *_, **__: rows[:num_rows]  # type: ignore[method-assign]
     near.arenas[ME].fill_(0)
     own, came = RowList(torch.tensor([0, 2, 0])), torch.tensor([0, 2, 3])
-    pull_rows(x_ND, own, came, near.arenas[ME], near.epoch, near.regions, num_rows_out=3)
+    copy_received_rows(x_ND, own, came, near.arenas[ME], near.epoch, near.regions, num_rows_out=3)
     assert rows[:2].eq(1).all()
     assert rows[3:].isnan().all()
 
@@ -185,12 +183,12 @@ def wide_rows() -> None:
     near = neighbourhood(epoch=1, width=2100)
     x_ND = torch.randn(3, 2100)
     sent = RowList(torch.tensor([1, 1, 1]))
-    push_rows(x_ND, sent, near.peer_ptrs, near.epoch, near.regions, 3)
+    put_rows(x_ND, sent, near.peer_ptrs, near.epoch, near.regions, 3)
     assert torch.equal(near.region(2, ME, buffer=0).rows[0], x_ND[2])
     near.region(ME, 0, buffer=1).rows[0] = x_ND[0] + 1
     near.region(ME, 2, buffer=1).rows[0] = x_ND[2] + 1
     arena = (near.arenas[ME], near.epoch, near.regions)
-    rows, _, _ = pull_rows(x_ND, sent, sent.counts_W, *arena, num_rows_out=4)
+    rows, _, _ = copy_received_rows(x_ND, sent, sent.counts_W, *arena, num_rows_out=4)
     expected = torch.stack([x_ND[0] + 1, x_ND[1], x_ND[2] + 1, torch.zeros(2100)])
     assert torch.equal(rows, expected)
     row_WT = torch.tensor([[0], [1], [2]], dtype=torch.int32)

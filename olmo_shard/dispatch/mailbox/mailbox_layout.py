@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from olmo_shard.distributed.host_memory import format_bytes
-from olmo_shard.kernels.capacity import most_routes
 from olmo_shard.kernels.regions import Regions
+from olmo_shard.kernels.route_capacity import most_routes
 
 NUM_BUFFERS = 2
 _ALIGNMENT = 64

@@ -28,10 +28,10 @@ from olmo_shard.dispatch.transport import (
     RecvCounts,
 )
 from olmo_shard.distributed.comm_stats import comm_stats
-from olmo_shard.kernels.capacity import most_routes
-from olmo_shard.kernels.pull_rows import pull_rows, pull_weights
-from olmo_shard.kernels.push_rows import push_rows
-from olmo_shard.kernels.reduce_and_push import reduce_and_push
+from olmo_shard.kernels.copy_received_rows import copy_received_rows, copy_returned_weights
+from olmo_shard.kernels.put_rows import put_rows
+from olmo_shard.kernels.reduce_and_put import reduce_and_put
+from olmo_shard.kernels.route_capacity import most_routes
 from olmo_shard.kernels.row_moves import RowList
 from olmo_shard.kernels.sum_rows import sum_rows
 
@@ -68,7 +68,7 @@ class RowwiseGpuTransport(PairTransport):
         # Rows for this rank are not pushed: receive_rows copies them from x_TD.
         mailbox, with_metadata = self.mailbox, weights_Sm is not None
         mailbox.begin_put()
-        push_rows(
+        put_rows(
             x_TD,
             _row_list(sent),
             mailbox.peer_ptrs,
@@ -91,7 +91,7 @@ class RowwiseGpuTransport(PairTransport):
         if recv_counts is None:
             max_rows, max_pairs = self._sizes(arrived, plan)
             recv_counts = RecvCounts(counts_W=arrived.counts_W, max_rows=max_rows)
-        rows_RD, weights_Rm, local_expert_Rm = pull_rows(
+        rows_RD, weights_Rm, local_expert_Rm = copy_received_rows(
             sent.x_TD,
             rows_sent,
             arrived.counts_W,
@@ -131,7 +131,7 @@ class RowwiseGpuTransport(PairTransport):
         own_rows = y_PD.new_empty(handle.plan.num_tokens, y_PD.shape[1])
         weights_Rm = None if weights_Rm is None else weights_Rm.contiguous()
         mailbox.begin_put()
-        reduce_and_push(
+        reduce_and_put(
             y_PD,
             pair_Rm,
             counts_W,
@@ -159,7 +159,7 @@ class RowwiseGpuTransport(PairTransport):
         out_TD = sum_rows(returned.own_rows, sent_counts_W, plan.row_WT, *place, arrived.totals)
         if returned.weights_Rm is None:
             return out_TD, None
-        weights_Sm = pull_weights(
+        weights_Sm = copy_returned_weights(
             returned.weights_Rm, own_counts_W, sent_counts_W, *place, len(plan.token_S)
         )
         return out_TD, weights_Sm

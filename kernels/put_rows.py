@@ -45,7 +45,7 @@ keep 2 MiB of rows in flight, more than NVLink moves in the microsecond of two d
 
 
 @triton.jit
-def _push_rows_kernel(
+def _put_rows_kernel(
     x_ptr,
     row_ptr,
     counts_ptr,
@@ -95,7 +95,7 @@ def _push_rows_kernel(
         copy_rows(x_ptr + first * WIDTH, None, target_ptr, count, worker, workers, WIDTH, BLOCK)
 
 
-def push_rows(
+def put_rows(
     x_TD: Tensor,
     sent: RowList,
     peer_ptrs_W: Tensor,
@@ -121,7 +121,7 @@ def push_rows(
         return
     most_rows = min(regions.max_rows, max_rows_in_all)
     workers = max(1, min(most_rows, num_programs // num_peers))
-    _push_rows_kernel[(num_peers, workers)](
+    _put_rows_kernel[(num_peers, workers)](
         x_TD,
         sent.row_S,
         sent.counts_W,
@@ -144,7 +144,7 @@ def push_rows(
     )
 
 
-def rows_by_rank_ref(x_TD: Tensor, sent: RowList) -> tuple[Tensor, ...]:
+def put_rows_ref(x_TD: Tensor, sent: RowList) -> tuple[Tensor, ...]:
     """The rows for each rank, in plain torch: W tensors [rows, D]."""
     counts = sent.counts_W.tolist()
     num_rows = sum(counts)

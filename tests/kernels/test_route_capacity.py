@@ -16,8 +16,8 @@ from tests.support.ranks import Groups
 pytest.importorskip("triton", reason="Triton exists on Linux alone")
 
 from olmo_shard.distributed.runtime import Runtime
-from olmo_shard.kernels import capacity as kernels
-from olmo_shard.kernels.capacity import (
+from olmo_shard.kernels import route_capacity as kernels
+from olmo_shard.kernels.route_capacity import (
     DIGIT_BITS,
     DIGITS,
     ROUNDING,

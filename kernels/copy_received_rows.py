@@ -39,7 +39,7 @@ PROGRAMS = 2048
 
 
 @triton.jit(do_not_specialize=["num_rows_out"])
-def _pull_kernel(
+def _copy_received_kernel(
     x_ptr,
     row_ptr,
     own_weights_ptr,
@@ -112,7 +112,7 @@ def _pull_kernel(
             copy_values(experts_in, experts_out, num_values, worker, workers)
 
 
-def _pull(
+def _copy_received(
     x_TD: Tensor | None,
     own: RowList,
     counts_W: Tensor,
@@ -132,7 +132,7 @@ def _pull(
         experts = torch.empty(shape, dtype=torch.int32, device=device)
     if num_rows_out:
         sources = regions.num_ranks + 1
-        _pull_kernel[(sources, max(1, min(num_rows_out, num_programs // sources)))](
+        _copy_received_kernel[(sources, max(1, min(num_rows_out, num_programs // sources)))](
             x_TD,
             own.row_S,
             own.weights_Sm,
@@ -158,7 +158,7 @@ def _pull(
     return rows, weights, experts
 
 
-def pull_rows(
+def copy_received_rows(
     x_TD: Tensor,
     sent: RowList,
     counts_W: Tensor,
@@ -170,7 +170,7 @@ def pull_rows(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the rows of all ranks, and their metadata if ``sent`` has metadata.
 
-    :param x_TD: [T, D], contiguous: this rank's tokens, as passed to ``push_rows``.
+    :param x_TD: [T, D], contiguous: this rank's tokens, as passed to ``put_rows``.
     :param sent: the rows that this rank sent, including those for itself.
     :param counts_W: int64 [W]: rows from each rank, as returned by ``wait_signals``.
     :param arena: uint8: this rank's arena.
@@ -183,14 +183,14 @@ def pull_rows(
     """
     assert x_TD.is_contiguous()
     assert x_TD.shape[1] == regions.width, "not the mailbox's rows"
-    rows, weights, experts = _pull(
+    rows, weights, experts = _copy_received(
         x_TD, sent, counts_W, arena, epoch, regions, num_rows_out, num_programs
     )
     assert rows is not None
     return rows, weights, experts
 
 
-def pull_weights(
+def copy_returned_weights(
     own_weights_Rm: Tensor,
     received_W: Tensor,
     counts_W: Tensor,
@@ -215,12 +215,14 @@ def pull_weights(
     :param num_programs: upper bound of the number of programs.
     """
     own = RowList(counts_W=received_W, weights_Sm=own_weights_Rm)
-    _, weights, _ = _pull(None, own, counts_W, arena, epoch, regions, num_rows_out, num_programs)
+    _, weights, _ = _copy_received(
+        None, own, counts_W, arena, epoch, regions, num_rows_out, num_programs
+    )
     assert weights is not None
     return weights
 
 
-def pull_ref(blocks: list[Tensor], num_rows_out: int, fill: float) -> Tensor:
+def copy_received_rows_ref(blocks: list[Tensor], num_rows_out: int, fill: float) -> Tensor:
     """The rows of each rank one after the other, padded with ``fill``, in plain torch.
 
     :param blocks: the rows from each rank, [rows, width].

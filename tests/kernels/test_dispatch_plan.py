@@ -15,8 +15,8 @@ pytest.importorskip("triton", reason="Triton exists on Linux alone")
 
 from olmo_shard.dispatch.row_plan import make_plan
 from olmo_shard.distributed.runtime import Runtime
-from olmo_shard.kernels import plan as kernels
-from olmo_shard.kernels.plan import CELLS, TOKENS, PlanTensors, plan_ref, plan_triton
+from olmo_shard.kernels import dispatch_plan as kernels
+from olmo_shard.kernels.dispatch_plan import CELLS, TOKENS, PlanTensors, plan_ref, plan_triton
 from tests.support.aot import ARCHS, compile_ahead
 from tests.support.launches import products_and_offsets, watched
 

@@ -22,7 +22,7 @@ of router-weight gradients, if any, read and written. FLOPs per pair: D.
 from torch import Tensor
 
 from olmo_shard.kernels.language import tl, triton
-from olmo_shard.kernels.push_rows import PROGRAMS
+from olmo_shard.kernels.put_rows import PROGRAMS
 from olmo_shard.kernels.regions import Regions
 from olmo_shard.kernels.row_moves import (
     copy_values,
@@ -37,7 +37,7 @@ from olmo_shard.kernels.sum_pairs import sum_pairs_of_rows
 
 
 @triton.jit
-def _reduce_and_push_kernel(
+def _reduce_and_put_kernel(
     y_ptr,
     pair_ptr,
     counts_ptr,
@@ -85,7 +85,7 @@ def _reduce_and_push_kernel(
         )
 
 
-def reduce_and_push(
+def reduce_and_put(
     y_PD: Tensor,
     pair_Rm: Tensor,
     counts_W: Tensor,
@@ -115,7 +115,7 @@ def reduce_and_push(
     assert y_PD.shape[1] == own_out.shape[1] == regions.width, "not the mailbox's rows"
     assert y_PD.dtype == own_out.dtype
     most_rows = max(regions.max_rows, len(own_out))
-    _reduce_and_push_kernel[
+    _reduce_and_put_kernel[
         (regions.num_ranks, max(1, min(most_rows, num_programs // regions.num_ranks)))
     ](
         y_PD,

@@ -80,7 +80,7 @@ def test_each_start_says_what_it_does_and_the_run_learns(first_run: FirstRun) ->
     assert "start     new run" in outputs[0]
     assert (
         "dispatch  rowwise (parallel.dispatch = auto): "
-        "mailboxes of 2 slots x 1 peer(s) x 32 rows x 144 B = 9,344 bytes (9.1 KiB) a rank; "
+        "mailboxes of 2 buffers x 1 peer(s) x 32 rows x 144 B = 9,344 bytes (9.1 KiB) per rank; "
     ) in outputs[0]
     assert f"resume    step 6 of 10, from {run}/checkpoints/step-00000006" in outputs[1]
     assert "validation text: loss" in outputs[2]
@@ -138,7 +138,7 @@ def test_evaluations_expert_loads_and_resumes_have_records(first_run: FirstRun) 
     resumes = [r for r in records(run, "events.jsonl") if r["event"] == "resume"]
     layouts = [(r["step"], r["ranks"], r["expert_parallel"]) for r in resumes]
     assert layouts == [(6, 2, 2), (10, 2, 2)]
-    assert resumes[1]["reason"] == "the start before reached its end, step 10"
+    assert resumes[1]["reason"] == "the previous start reached its end, step 10"
     assert resumes[1]["checkpoint"].endswith("step-00000010")
 
 

@@ -211,8 +211,7 @@ def _swiglu_bwd_kernel(
     h_ptr += first * 2 * F
     dh_ptr += first * 2 * F
     a_ptr += first * F
-    # Phase 3: dh and a for a quarter of the columns at a time, since the registers do not suffice
-    # for all of them.
+    # Phase 3: dh and a, a quarter of the columns at a time: registers do not suffice for all.
     dweight_M = tl.zeros((BLOCK_M,), dtype=tl.float32)
     halves = tl.split(da.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1))
     for half in tl.static_range(2):
@@ -277,16 +276,13 @@ def swiglu_bwd(
     row_P: Tensor,
     offsets: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dh [P, 2F], a [P, F] and dweight FP32 [P].
+    """Return dh [P, 2F], a [P, F] and dweight FP32 [P]; the other arguments as for ``swiglu_fwd``.
 
     After the last pair dweight is zero, and rows of dh and a are not written.
 
     :param dy_RD: [R, D], contiguous: gradient of the experts' output.
-    :param weight_P: FP32 [P]: router weight of each pair.
     :param w_down: [e, D, F], contiguous.
     :param h_P2F: [P, 2F]: h of the forward.
-    :param row_P: int64 [P]: row of each pair.
-    :param offsets: int32 [e + 1]: first pair of each expert, and the end of the last one's.
     """
     num_experts, D, width = w_down.shape
     num_pairs = row_P.shape[0]
@@ -335,12 +331,7 @@ def swiglu_fwd_ref(
 
 
 def swiglu_bwd_ref(
-    dy_RD: Tensor,
-    weight_P: Tensor,
-    w_down: Tensor,
-    h_P2F: Tensor,
-    row_P: Tensor,
-    offsets: Tensor,
+    dy_RD: Tensor, weight_P: Tensor, w_down: Tensor, h_P2F: Tensor, row_P: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward in plain torch; arguments as for :func:`swiglu_bwd`."""
     num_pairs, width = row_P.shape[0], w_down.shape[2]

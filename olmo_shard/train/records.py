@@ -29,7 +29,7 @@ Record = dict[str, Any]
 
 
 def to_json(record: Record) -> str:
-    """One line of JSON. Numbers that are not finite become null, since JSON has no word for them."""
+    """One line of JSON. Numbers that are not finite become null, since JSON cannot express them."""
     return json.dumps({name: _finite(value) for name, value in record.items()}, allow_nan=False)
 
 

@@ -14,10 +14,12 @@ from olmo_shard.distributed.mesh import build_mesh
 from olmo_shard.distributed.runtime import Runtime, runtime
 from olmo_shard.nn.families import meta_model
 from olmo_shard.nn.flops import parameter_counts
+from olmo_shard.nn.readers import undeclared_classes
 from olmo_shard.optim.schedule import describe_schedule
 from olmo_shard.optim.sharded import DistributedOptimizer
 from olmo_shard.optim.spikes import SpikeFilter
 from olmo_shard.parallel.apply import parallelize
+from olmo_shard.parallel.ddp import DDPModel
 from olmo_shard.parallel.shards import ParallelModel
 from olmo_shard.train.callbacks import Callback
 from olmo_shard.train.callbacks.console import Console, print_summary
@@ -88,11 +90,23 @@ def _describe(trainer: Trainer, here: Runtime, parallel_model: ParallelModel) ->
         describe_precision(parallel),
         f"kernels   {parallel_model.backend} (parallel.kernels = {parallel.kernels})",
         *([] if connection is None else [f"dispatch  {connection.note}"]),
+        *_describe_gather(parallel_model),
         *describe_data(loader, step),
         f"batch     {train.global_batch_tokens} tokens = {here.world_size} rank(s) x "
         f"{config.num_microbatches(here.world_size)} micro-batch(es) x {train.micro_batch_tokens}",
         f"schedule  {describe_schedule(config.optim.lr, trainer.total_steps, config.schedule)}; "
         f"{describe_end(loader, step)}",
+    ]
+
+
+def _describe_gather(parallel_model: ParallelModel) -> list[str]:
+    """A line if code without declared parameter readers costs the overlap of the gather."""
+    undeclared = undeclared_classes(parallel_model.model)
+    if not isinstance(parallel_model, DDPModel) or not undeclared:
+        return []
+    return [
+        "gather    ends before each forward, since these classes declare no parameter_readers: "
+        + ", ".join(undeclared)
     ]
 
 

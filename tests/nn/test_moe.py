@@ -1,4 +1,4 @@
-"""The mixture-of-experts layer: what is computed while rows travel. Runs in CI."""
+"""The mixture-of-experts layer: what is computed while rows travel."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ class Noted(torch.autograd.Function):
         return grads[0], None, None
 
 
-def test_shared_experts_and_losses_are_computed_while_rows_travel():
+def test_shared_experts_and_losses_are_computed_while_rows_travel() -> None:
     """Forward and backward: between a push and its pull."""
     events: list[str] = []
     layer = MoE(model_config())
@@ -83,7 +83,7 @@ def test_shared_experts_and_losses_are_computed_while_rows_travel():
     assert events.index("push back") < shared_at < events.index("pull back")
 
 
-def test_a_recompute_keeps_the_routes_that_the_forward_kept():
+def test_a_recompute_keeps_the_routes_that_the_forward_kept() -> None:
     """A second decision on weights that differ in the last bit could drop others."""
     layer = MoE(model_config())
     for parameter in layer.parameters():

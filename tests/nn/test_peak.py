@@ -1,4 +1,4 @@
-"""Peak rates by the names of devices. Runs in CI."""
+"""Peak rates by the names of devices."""
 
 from olmo_shard.nn.peak import peak_flops
 

@@ -1,7 +1,7 @@
 """The layout does not change the result: ranks, EP degree, mode, micro-batch size, recompute,
 compile.
 
-Runs on gloo, in CI. The batches have very unequal numbers of labels (some sequences have none), and
+The batches have very unequal numbers of labels (some sequences have none), and
 all balancing losses, the router bias and clipping are on.
 """
 
@@ -96,12 +96,16 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("size", "parallel", "micro"), LAYOUTS)
-def test_sgd_weights_equal_those_of_one_rank(ranks, size, parallel, micro):
+def test_sgd_weights_equal_those_of_one_rank(
+    ranks: Any, size: int, parallel: dict[str, Any], micro: int
+) -> None:
     compare(ranks, size, {}, parallel, SGD, micro)
 
 
 @pytest.mark.parametrize(("size", "parallel", "micro"), [LAYOUTS[4], LAYOUTS[10], LAYOUTS[15]])
-def test_adamw_losses_equal_those_of_one_rank(ranks, size, parallel, micro):
+def test_adamw_losses_equal_those_of_one_rank(
+    ranks: Any, size: int, parallel: dict[str, Any], micro: int
+) -> None:
     found = ranks(size).run(run_case, {}, parallel, ADAMW, micro, 3e-3, SEED)
     same_figures(found[0][0], one_rank(ranks, {}, ADAMW, 3e-3, SEED)[0][0])
 
@@ -114,13 +118,15 @@ ROUTERS = [
 
 
 @pytest.mark.parametrize(("router", "seed"), ROUTERS)
-def test_router_options_keep_the_invariance(ranks, router, seed):
+def test_router_options_keep_the_invariance(ranks: Any, router: dict[str, Any], seed: int) -> None:
     compare(ranks, 4, {"router": router}, {"expert_parallel": 2}, SGD, 2, seed=seed)
 
 
 @pytest.mark.parametrize("norm_position", ["pre", "post"])
 @pytest.mark.parametrize("shared", [0, 2])
-def test_recompute_with_and_without_shared_experts(ranks, norm_position, shared):
+def test_recompute_with_and_without_shared_experts(
+    ranks: Any, norm_position: str, shared: int
+) -> None:
     model = {"norm_position": norm_position, "moe": {"num_shared_experts": shared}}
     parallel = {"expert_parallel": 2, "activation_checkpointing": "full"}
     compare(ranks, 2, model, parallel, SGD, 4, lr=0.02, seed=9)
@@ -134,12 +140,12 @@ def test_recompute_with_and_without_shared_experts(ranks, norm_position, shared)
         {"num_experts": 2, "top_k": 1},  # one expert a rank
     ],
 )
-def test_edges_of_routing(ranks, moe):
+def test_edges_of_routing(ranks: Any, moe: dict[str, Any]) -> None:
     compare(ranks, 2, {"moe": moe}, {"expert_parallel": 2}, SGD, 4)
 
 
 @pytest.mark.parametrize("reshard", ["forward", "window"])
-def test_fewer_experts_than_shards_cut_the_other_dimension(ranks, reshard):
+def test_fewer_experts_than_shards_cut_the_other_dimension(ranks: Any, reshard: str) -> None:
     few = {"moe": {"num_experts": 2, "top_k": 1}}
     compare(ranks, 4, few, {"mode": "fsdp", "fsdp": {"reshard": reshard}}, SGD, 2)
 
@@ -156,7 +162,7 @@ def capacity_case(
 
 
 @pytest.mark.parametrize("factor", [0.3, 1.0])
-def test_capacity_does_not_depend_on_the_ep_degree(ranks, factor):
+def test_capacity_does_not_depend_on_the_ep_degree(ranks: Any, factor: float) -> None:
     """Same ranks and micro-batches: the same drops, losses and norms, recomputed or not."""
     layouts = [
         {},
@@ -184,7 +190,7 @@ def parity_case(rank: Runtime, parallel: dict[str, Any]) -> tuple[list[Any], flo
 
 
 @pytest.mark.slow
-def test_fifty_steps_follow_those_of_one_expert_group(ranks):
+def test_fifty_steps_follow_those_of_one_expert_group(ranks: Any) -> None:
     whole = ranks(4).run(parity_case, {})
     assert_no_near_tie(min(margin for _, margin in whole))
     for layout in ({"expert_parallel": 4}, {"expert_parallel": 2, "mode": "fsdp"}):
@@ -200,7 +206,7 @@ def bf16_case(rank: Runtime, mode: str) -> tuple[list[tuple[float, float]], set[
     return found, {str(part.gradient().dtype) for part in step.optimizer.slices}
 
 
-def test_bf16_is_the_same_in_both_modes(ranks):
+def test_bf16_is_the_same_in_both_modes(ranks: Any) -> None:
     """Same rounded weights, same operations: the first loss is equal to the bit.
 
     Gradients are reduced in FP32 in both, so the first norm is as equal as FP32 sums are.
@@ -212,7 +218,7 @@ def test_bf16_is_the_same_in_both_modes(ranks):
     same_figures(fsdp, ddp, torch.bfloat16)
 
 
-def test_bf16_follows_fp32(ranks):
+def test_bf16_follows_fp32(ranks: Any) -> None:
     """Trunk and head see the same divisor: the norm is within bf16's rounding of FP32's."""
     (found, _), expected = (
         ranks(4).run(bf16_case, "ddp")[0],
@@ -221,12 +227,12 @@ def test_bf16_follows_fp32(ranks):
     same_figures(found, expected[:3], torch.bfloat16)
 
 
-def test_tied_embeddings(ranks):
+def test_tied_embeddings(ranks: Any) -> None:
     compare(ranks, 2, {"tie_embeddings": True}, {"expert_parallel": 2}, SGD, 4, seed=6)
     compare(ranks, 2, {"tie_embeddings": True}, {"mode": "fsdp"}, SGD, 4, seed=6)
 
 
-def test_dense_model(ranks):
+def test_dense_model(ranks: Any) -> None:
     compare(ranks, 2, {"moe": None, "n_dense_layers": 0}, {}, SGD, 4)
     compare(ranks, 2, {"moe": None, "n_dense_layers": 0}, {"mode": "fsdp"}, SGD, 4)
 
@@ -249,7 +255,7 @@ def compile_case(rank: Runtime, parallel: dict[str, Any]) -> tuple[list[tuple[fl
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_compile_gives_the_same_losses_and_compiles_once(ranks, mode, dtype):
+def test_compile_gives_the_same_losses_and_compiles_once(ranks: Any, mode: str, dtype: str) -> None:
     layout = {"mode": mode, "expert_parallel": 2, "activation_checkpointing": "full"}
     expected = one_rank(ranks, {}, SGD, 0.05, SEED)[0][0]
     compiled = layout | {"compile": True, "compute_dtype": dtype}
@@ -259,7 +265,7 @@ def test_compile_gives_the_same_losses_and_compiles_once(ranks, mode, dtype):
     assert graphs == 3
 
 
-def test_same_layout_twice_is_bitwise_equal(ranks):
+def test_same_layout_twice_is_bitwise_equal(ranks: Any) -> None:
     def once() -> Any:
         return ranks(4).run(run_case, {}, {"expert_parallel": 2}, ADAMW, 2, 3e-3, SEED)
 

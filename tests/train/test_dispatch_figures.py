@@ -1,4 +1,4 @@
-"""Figures of the expert-parallel exchanges in a step's output. Runs on gloo, in CI."""
+"""Figures of the expert-parallel exchanges in a step's output."""
 
 import time
 from typing import Any
@@ -25,7 +25,7 @@ def straggler_case(rank: Runtime, transport: str) -> tuple[list[float], list[flo
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_slow_rank_is_the_one_that_waits_least(ranks, transport):
+def test_a_slow_rank_is_the_one_that_waits_least(ranks: Any, transport: str) -> None:
     """By 4 x 100 ms: two layers, two micro-batches."""
     found = ranks(2).run(straggler_case, transport)
     assert found[0] == found[1], "all ranks know"
@@ -61,7 +61,9 @@ def rows_case(rank: Runtime, parallel: dict[str, Any], micro: int) -> dict[str, 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("expert_parallel", [2, 4])
 @pytest.mark.parametrize("micro", [4, 1])
-def test_rows_are_counted_for_each_rank_once(ranks, transport, expert_parallel, micro):
+def test_rows_are_counted_for_each_rank_once(
+    ranks: Any, transport: str, expert_parallel: int, micro: int
+) -> None:
     """Four ranks, the expert-parallel groups apart, over all micro-batches of a window."""
     parallel = {"expert_parallel": expert_parallel, "dispatch": transport}
     found = ranks(4).run(rows_case, parallel, micro)

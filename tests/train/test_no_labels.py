@@ -1,7 +1,4 @@
-"""A global batch in which no token has a label is no step, and a mean over no labels is null.
-
-Runs on gloo, in CI.
-"""
+"""A global batch in which no token has a label is no step, and a mean over no labels is null."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The log says which numbers are FP32. Runs in CI."""
+"""The log says which numbers are FP32."""
 
 from typing import Any
 

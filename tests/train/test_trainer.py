@@ -1,6 +1,7 @@
-"""Evaluation, and what a step leaves behind. Runs on gloo, in CI."""
+"""Evaluation, and what a step leaves behind."""
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +37,9 @@ def evaluate_case(rank: Runtime, path: str, overrides: list[str]) -> dict[str, f
         (4, ["parallel.expert_parallel=2", "parallel.mode=fsdp", "train.micro_batch_tokens=48"]),
     ],
 )
-def test_validation_loss_is_the_same_mean_on_any_number_of_ranks(ranks, tmp_path, size, overrides):
+def test_validation_loss_is_the_same_mean_on_any_number_of_ranks(
+    ranks: Any, tmp_path: Path, size: int, overrides: list[str]
+) -> None:
     path = str(write_config(tmp_path))
     (expected,) = ranks(1).run(evaluate_case, path, [])
     for found in ranks(size).run(evaluate_case, path, overrides):
@@ -58,7 +61,7 @@ def leftovers_case(rank: Runtime) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-def test_nothing_of_a_step_outlives_it(ranks):
+def test_nothing_of_a_step_outlives_it(ranks: Any) -> None:
     for early, late in ranks(2).run(leftovers_case):
         assert late == early
 
@@ -68,7 +71,7 @@ def random_numbers(*key: int) -> Any:
     return torch.rand(4).tolist()
 
 
-def test_random_numbers_follow_from_seed_step_and_rank():
+def test_random_numbers_follow_from_seed_step_and_rank() -> None:
     state = torch.get_rng_state()
     first = random_numbers(1, 2, 3)
     assert random_numbers(1, 2, 3) == first

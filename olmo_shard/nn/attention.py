@@ -46,6 +46,7 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.d_model, kv_width, bias=False)
         self.wv = nn.Linear(config.d_model, kv_width, bias=False)
         self.wo = nn.Linear(query_width, config.d_model, bias=False)
+        # ``full`` normalises all heads of a token at once (OLMo 2), ``head`` each head (Qwen 3).
         self.norm_over_heads = config.qk_norm == "full"
         self.q_norm = self.k_norm = None
         if config.qk_norm != "none":
@@ -63,6 +64,7 @@ class Attention(nn.Module):
             apply_rope(k_BGSd, inputs.cos_Sd, inputs.sin_Sd),
             v_BGSd,
             attn_mask=inputs.mask_B1SS,
+            # A mask is causal itself. Without one the kernel masks, and no [S, S] tensor exists.
             is_causal=inputs.mask_B1SS is None,
             enable_gqa=q_BHSd.shape[1] != k_BGSd.shape[1],
         )
@@ -81,6 +83,7 @@ class Attention(nn.Module):
         return 6 * sequence_length * self.num_heads * self.head_dim
 
     def _heads(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
+        """Split [B, S, heads x d] into [B, heads, S, d], with RMSNorm before or after the split."""
         if norm is not None and self.norm_over_heads:
             x = norm(x)
         x = rearrange(x, "b s (h d) -> b h s d", d=self.head_dim)

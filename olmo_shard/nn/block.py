@@ -49,6 +49,7 @@ class Block(nn.Module):
 
         :param labelled_BS: boolean: tokens that have a label.
         """
+        # Pre-norm: x + f(norm(x)). Post-norm: x + norm(f(x)). In both, f reads or writes a norm.
         x_BSD = self.attend(x_BSD, inputs)
         y_BSD = x_BSD if self.post_norm else self.feed_forward_norm(x_BSD)
         stats: LayerStats = {}

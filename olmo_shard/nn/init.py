@@ -42,6 +42,7 @@ def initial_tensor(
         return torch.ones(shape)
     residual = _declares(model, "residual_outputs", name)
     std = config.init_std / math.sqrt(2 * config.n_layers) if residual else config.init_std
+    # One generator per expert: a rank draws its experts without drawing those before them.
     if experts is None:
         return _normal(shape, std, f"{seed}/{name}")
     return torch.stack([_normal(shape[1:], std, f"{seed}/{name}/{expert}") for expert in experts])
@@ -49,6 +50,7 @@ def initial_tensor(
 
 def _declares(model: nn.Module, attribute: str, name: str) -> bool:
     """Whether a module around the parameter lists it in a class attribute."""
+    # Walk from the model down to the parameter's owner; each may know the rest of the name.
     parts = name.split(".")
     for depth in range(len(parts)):
         module = model.get_submodule(".".join(parts[:depth]))
@@ -59,5 +61,6 @@ def _declares(model: nn.Module, attribute: str, name: str) -> bool:
 
 def _normal(shape: torch.Size, std: float, key: str) -> Tensor:
     digest = hashlib.sha256(key.encode()).digest()
+    # The shift keeps the seed below 2^63, the largest that a generator takes.
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return torch.empty(shape).normal_(0, std, generator=generator)

@@ -23,6 +23,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The normalised tensor, in the shape and type of ``x``."""
         x32 = x.float()
+        # The weight multiplies in FP32, too: the result is rounded once.
         scale = torch.rsqrt(x32.square().mean(dim=-1, keepdim=True) + self.eps)
         return (x32 * scale * self.weight.float()).to(x.dtype)
 

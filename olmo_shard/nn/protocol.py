@@ -108,6 +108,7 @@ class LanguageModel(nn.Module, ABC):
     def parameter_counts(self) -> ParameterCounts:
         """Numbers of parameters. Valid for a model that holds all experts."""
         total = sum(parameter.numel() for parameter in self.parameters())
+        # A token uses top_k of the experts of each layer, and all other parameters.
         unused = 0
         for layer in self.moe_layers():
             num_experts, top_k = layer.router.num_experts, layer.router.top_k
@@ -123,6 +124,7 @@ class LanguageModel(nn.Module, ABC):
 
     def place_buffers(self, device: torch.device) -> None:
         """Allocate the buffers on a device, with their initial values."""
+        # Not recursive: the router's weights have their storage from ddp or fsdp already.
         for router in self.routers():
             router.to_empty(device=device, recurse=False)
             router.reset_buffers()

@@ -43,6 +43,7 @@ def parameter_readers(model: nn.Module) -> dict[str, list[nn.Module]]:
     A reader inside another reader of the same parameter is left out: the outer one runs before it.
     """
     readers: dict[str, list[nn.Module]] = {name: [] for name, _ in model.named_parameters()}
+    # The safe answer comes first: unknown code may read anything.
     if undeclared_classes(model):
         return {name: [model] for name in readers}
     name_of: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}

@@ -17,6 +17,7 @@ def rope_table(
     :param theta: base of the frequencies.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    # FP32 positions are exact up to 2^24; bf16 ones would be wrong from 257 on.
     positions = torch.arange(length, dtype=torch.float32, device=device)
     angles = torch.outer(positions, theta**-exponents)
     return angles.cos(), angles.sin()

@@ -87,6 +87,7 @@ class Router(nn.Module):
 
         topk_idx_TK = decide_once(choose)
         weights_TK = scores_TE.gather(1, topk_idx_TK)
+        # ``after_topk`` scores the chosen logits alone, so a softmax sums to 1 over them.
         if after:
             weights_TK = self._score(weights_TK)
         if self.config.normalize:
@@ -138,10 +139,12 @@ class Router(nn.Module):
         """
         scope = self.config.lb_loss_scope
         if scope == "global":
+            # No step has run yet if the total is zero. ``where`` decides on the device.
             total = self.lagged_counts.sum()
             even = torch.full_like(self.lagged_counts, 1 / self.num_experts)
             f_E = torch.where(total > 0, self.lagged_counts / total.clamp(min=1), even)
             return self.num_experts * (probs_TE.sum(dim=0) * f_E).sum()
+        # Both scopes below count f within groups: each sequence, or the whole micro-batch.
         groups = len(labelled_BS) if scope == "sequence" else 1
         probs_UE = rearrange(probs_TE, "(u t) e -> u t e", u=groups).sum(dim=1)
         counts_UE = self._counts(topk_idx_TK, labelled_BS, groups)
@@ -165,6 +168,7 @@ def update_after_step(routers: list[Router], counts_LE: Tensor, applied: Tensor)
     for router, counts_E in zip(routers, counts_LE.float(), strict=True):
         router.lagged_counts.copy_(torch.where(applied, counts_E, router.lagged_counts))
         if router.config.bias_gamma:
+            # Only the sign of the error counts, so one hot expert does not move the others more.
             error_E = counts_E.mean() - counts_E
             moved_E = router.expert_bias + router.config.bias_gamma * error_E.sign()
             moved_E -= moved_E.mean()

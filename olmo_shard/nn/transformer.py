@@ -57,6 +57,7 @@ class Transformer(LanguageModel):
             loss=loss,
             cross_entropy=head.cross_entropy,
             logit_z_loss=head.z_loss,
+            # The gradients of the statistics have entered the loss above.
             layers={name: figure.detach() for name, figure in layers.items()},
         )
 
@@ -95,9 +96,11 @@ class Transformer(LanguageModel):
         self, tokens_BS: Tensor, labelled_BS: Tensor, documents_BS: Tensor | None
     ) -> tuple[Tensor, LayerStats]:
         """Hidden states after the last norm, and the layers' statistics with their gradients."""
+        # Tensors that all blocks share are made once per forward.
         length, device = tokens_BS.shape[1], tokens_BS.device
         cos, sin = rope_table(length, self.config.head_width, self.config.rope_theta, device)
         inputs = AttentionInputs(cos, sin, _document_mask(documents_BS))
+
         x_BSD = self.embedding(tokens_BS)
         stats: list[LayerStats] = []
         for block in self.blocks:
@@ -116,5 +119,6 @@ class Transformer(LanguageModel):
 def _document_mask(documents_BS: Tensor | None) -> Tensor | None:
     if documents_BS is None:
         return None
+    # A query sees the keys of its own document, up to itself.
     same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
     return same_BSS.tril()[:, None]

@@ -67,6 +67,7 @@ class FSDPModel(ParallelModel):
         # FSDP2 splits the parameters while they are on the meta device.
         _fully_shard(model, mesh, config)
         self.modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        # Sums, not means: losses are already divided by the tokens of the global batch.
         for module in self.modules:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -79,6 +80,7 @@ class FSDPModel(ParallelModel):
         slices: list[FSDPSlice] = []
         self._parameters: list[nn.Parameter] = []
         for logical in parameters:
+            # FSDP2 has replaced every parameter by a DTensor that holds this rank's shard.
             parameter = model.get_parameter(logical.name)
             assert isinstance(parameter, DTensor)
             self._parameters.append(parameter)

@@ -7,8 +7,10 @@ from olmo_shard.config import Config
 from olmo_shard.data.coverage import describe_data, describe_end
 from olmo_shard.distributed.runtime import Runtime
 from olmo_shard.nn.flops import parameter_counts
+from olmo_shard.nn.readers import undeclared_classes
 from olmo_shard.optim.parameter_groups import describe_groups
 from olmo_shard.optim.schedule import describe_schedule
+from olmo_shard.parallel.ddp import DDPModel
 from olmo_shard.parallel.shards import ParallelModel
 from olmo_shard.train.precision import describe_precision
 from olmo_shard.train.records import METRICS_FILE, Record, read_records
@@ -27,6 +29,7 @@ def describe_start(trainer: Trainer, runtime: Runtime, parallel_model: ParallelM
         describe_precision(config.parallel),
         f"kernels   {parallel_model.backend} (parallel.kernels = {config.parallel.kernels})",
         *([] if choice is None else [f"dispatch  {choice.note}"]),
+        *_gather(parallel_model),
         *describe_data(loader, step),
         f"batch     {config.train.global_batch_tokens} tokens = {runtime.world_size} rank(s) x "
         f"{config.num_microbatches(runtime.world_size)} micro-batch(es) x "
@@ -47,6 +50,17 @@ def describe_result(run_dir: Path) -> list[tuple[str, str]]:
         ("last loss", _loss(records[-1])),
         ("tokens/s", f"{rate:,.0f} (median of all steps)"),
         ("run directory", str(run_dir)),
+    ]
+
+
+def _gather(parallel_model: ParallelModel) -> list[str]:
+    """A line if classes without declared parameter readers cost the overlap of the gather."""
+    undeclared = undeclared_classes(parallel_model.model)
+    if not isinstance(parallel_model, DDPModel) or not undeclared:
+        return []
+    return [
+        "gather    ends before each forward, since these classes declare no parameter_readers: "
+        + ", ".join(undeclared)
     ]
 
 

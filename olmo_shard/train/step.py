@@ -114,9 +114,11 @@ class TrainStep:
             without MoE layers.
         """
         mesh, layers = self.mesh, self._moe_layers
+        # Each rank fills its own entries and leaves zeros elsewhere: the sum over ranks joins them.
         shape = (2, len(layers), mesh.world_size)
         by_rank = torch.zeros(shape, dtype=torch.float64, device=mesh.device)
         if rows_LW is not None:
+            # The ranks of an expert-parallel group are consecutive.
             first = mesh.rank - mesh.ep.rank()
             by_rank[0, :, first : first + rows_LW.shape[1]] = rows_LW
         if mesh.device.type == "cpu":

@@ -112,6 +112,7 @@ class Trainer:
     def _step(self) -> None:
         """Run one step, and report one step: the previous one if the host reads late."""
         step = self.state.step + 1
+        # Seed, learning rate and data depend on the step alone, so that a resume repeats them.
         seed_step(self.config.run.seed, step, self.mesh.rank)
         lr = learning_rate(step, self.config.optim.lr, self.total_steps, self.config.schedule)
         window = [micro_batch.to(self.mesh.device) for micro_batch in self.loader.next_window()]
@@ -171,6 +172,7 @@ class Trainer:
         return step == self.total_steps or (every > 0 and step % every == 0)
 
     def _evaluate(self) -> None:
+        # Read the pending step first, so that its time contains no evaluation.
         self._report()
         losses = evaluate(self.optimizer.parallel_model, self.validation, self.mesh)
         self._notify(lambda callback: callback.on_eval(self.state.step, losses))
@@ -178,6 +180,7 @@ class Trainer:
 
     def _save(self) -> None:
         self._report()
+        # The filter's window is on the device. It enters the trainer's state only here.
         spikes = self.train_step.spikes
         self.state.spike_window = spikes.state() if spikes is not None else [[], []]
         keep = self.config.checkpoint.keep_last

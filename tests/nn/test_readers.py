@@ -43,7 +43,7 @@ class Pair(Root):
         return [(self, self.parameters())]
 
 
-def test_a_module_waits_for_what_it_declares():
+def test_a_module_waits_for_what_it_declares() -> None:
     model = Root(Scale(), Scale())
     assert parameter_readers(model) == {
         "parts.0.weight": [model.parts[0]],
@@ -51,27 +51,27 @@ def test_a_module_waits_for_what_it_declares():
     }
 
 
-def test_a_parameter_without_a_reader_is_the_models():
+def test_a_parameter_without_a_reader_is_the_models() -> None:
     """A ``Linear`` declares nothing: code around it may read the weight without calling it."""
     model = Root(Scale(), nn.Linear(1, 1, bias=False))
     assert parameter_readers(model)["parts.1.weight"] == [model]
     assert parameter_readers(model)["parts.0.weight"] == [model.parts[0]]
 
 
-def test_two_readers_wait_both():
+def test_two_readers_wait_both() -> None:
     first, second = Scale(), Scale()
     model = Root(first, second)
     model.declared = [(first, [second.weight])]
     assert parameter_readers(model)["parts.1.weight"] == [first, second]
 
 
-def test_a_reader_inside_another_one_is_left_out():
+def test_a_reader_inside_another_one_is_left_out() -> None:
     pair = Pair(Scale(), Scale())
     model = Root(pair)
     assert set(map(tuple, parameter_readers(model).values())) == {(pair,)}
 
 
-def test_a_module_of_two_parents_waits_itself():
+def test_a_module_of_two_parents_waits_itself() -> None:
     """The second parent could run before the first one, which declares for its inside."""
     shared = Scale()
     pair = Pair(shared, Scale())
@@ -80,7 +80,7 @@ def test_a_module_of_two_parents_waits_itself():
     assert parameter_readers(model)["parts.0.parts.1.weight"] == [pair]
 
 
-def test_a_class_without_its_own_declaration_makes_the_model_wait_for_everything():
+def test_a_class_without_its_own_declaration_makes_the_model_wait_for_everything() -> None:
     model = Root(Scale(), Louder())
     assert undeclared_classes(model) == ["Louder"]
     assert set(map(tuple, parameter_readers(model).values())) == {(model,)}

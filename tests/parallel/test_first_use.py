@@ -1,7 +1,4 @@
-"""A layer that only some micro-batches of a window use has the same gradient in both modes.
-
-Runs on gloo.
-"""
+"""A layer that only some micro-batches of a window use has the same gradient in both modes."""
 
 from typing import Any
 

@@ -86,7 +86,9 @@ def training_case(
     ],
     ids=["recompute", "capacity", "fsdp", "collective"],
 )
-def test_losses_norms_and_weights_are_those_of_the_references(interpreted, parallel, optim):
+def test_losses_norms_and_weights_are_those_of_the_references(
+    interpreted: Any, parallel: dict[str, Any], optim: str
+) -> None:
     """Two steps of two micro-batches of a sequence; rows and bytes are counted alike."""
     by_triton = interpreted(2).run(training_case, "triton", parallel, optim)
     by_reference = interpreted(2).run(training_case, "reference", parallel, optim)

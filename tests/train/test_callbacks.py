@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import math
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def run_info(tmp_path: Path, step: int = 0) -> RunInfo:
     )
 
 
-def test_records_are_continued_after_a_resume(tmp_path):
+def test_records_are_continued_after_a_resume(tmp_path: Path) -> None:
     info = run_info(tmp_path, step=2)
     path = tmp_path / "run" / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n')
@@ -51,7 +52,7 @@ def test_records_are_continued_after_a_resume(tmp_path):
     assert read_records(path) == [{"step": 1}, {"step": 2}, {"step": 3, "again": True}]
 
 
-def test_an_evaluation_has_perplexity_and_the_tokens_axis(tmp_path):
+def test_an_evaluation_has_perplexity_and_the_tokens_axis(tmp_path: Path) -> None:
     info = run_info(tmp_path, step=2)
     info.state.tokens = 512
     writer = JsonLines()
@@ -71,7 +72,9 @@ def test_an_evaluation_has_perplexity_and_the_tokens_axis(tmp_path):
     [(0.0, 1.0), (700.0, math.exp(700.0))]
     + [(bad, None) for bad in (710.0, math.inf, math.nan, None)],
 )
-def test_perplexity_is_null_where_it_is_no_number(loss, expected):
+def test_perplexity_is_null_where_it_is_no_number(
+    loss: float | None, expected: float | None
+) -> None:
     assert perplexity(loss) == expected
 
 
@@ -86,7 +89,9 @@ def test_perplexity_is_null_where_it_is_no_number(loss, expected):
         (lambda events: None, "the previous start was ended from outside: it recorded no end"),
     ],
 )
-def test_a_resume_says_from_where_with_which_layout_and_why(tmp_path, ending, reason):
+def test_a_resume_says_from_where_with_which_layout_and_why(
+    tmp_path: Path, ending: Callable[[Events], None], reason: str
+) -> None:
     first = Events()
     first.on_start(run_info(tmp_path, step=4))
     first.on_note("a note")
@@ -110,7 +115,7 @@ def test_a_resume_says_from_where_with_which_layout_and_why(tmp_path, ending, re
     }  # fmt: skip
 
 
-def test_the_load_of_experts_is_drawn_at_the_end(tmp_path):
+def test_the_load_of_experts_is_drawn_at_the_end(tmp_path: Path) -> None:
     expert_map = ExpertMap()
     expert_map.on_start(run_info(tmp_path))
     assert expert_map.on_end() == [], "a dense model has no experts"
@@ -121,13 +126,13 @@ def test_the_load_of_experts_is_drawn_at_the_end(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_figures_that_are_not_finite_are_null_in_json():
+def test_figures_that_are_not_finite_are_null_in_json() -> None:
     record = {"step": 1, "grad_norm": float("nan"), "lb_loss": [1.0, float("inf")]}
     assert to_json(record) == '{"step": 1, "grad_norm": null, "lb_loss": [1.0, null]}'
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_console_shows_the_figures(tmp_path, terminal):
+def test_console_shows_the_figures(tmp_path: Path, terminal: bool) -> None:
     buffer = io.StringIO()
     rich = RichConsole(file=buffer, force_terminal=terminal, width=160, highlight=False)
     console = Console(rich)
@@ -145,7 +150,7 @@ def test_console_shows_the_figures(tmp_path, terminal):
         assert "\x1b" not in printed
 
 
-def test_layers_become_metrics_of_their_own():
+def test_layers_become_metrics_of_their_own() -> None:
     record = {"step": 3, "dead_experts": [0, 2], "wire_bytes_by_kind": {"reduce": 8}}
     assert flatten(record) == {
         "step": 3,

@@ -18,6 +18,7 @@ class Console(Callback):
         self._progress: Progress | None = None
         self._run: RunInfo | None = None
         self._first_step = 0
+        # The last steps only: early ones contain warm-up and compilation.
         self._seconds: deque[float] = deque(maxlen=20)
 
     def on_start(self, run: RunInfo) -> None:

@@ -48,6 +48,7 @@ class Events(Callback):
     def _write(self, event: str, **values: object) -> None:
         if self._run is None:  # The start of another callback has failed before ours.
             return
+        # UTC: a run may resume in another time zone.
         now = datetime.now(UTC).isoformat(timespec="seconds")
         line: Record = {
             "step": self._run.state.step,

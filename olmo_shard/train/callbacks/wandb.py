@@ -74,6 +74,7 @@ class WandB(Callback):
     def _print_news(self) -> None:
         """Print what the tracker process has reported since the last call."""
         assert self._process is not None
+        # The queue is read without waiting: training must not depend on the tracker.
         while True:
             try:
                 news = self._process.news.get_nowait()

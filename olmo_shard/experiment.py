@@ -46,7 +46,7 @@ def run(config: Config, info: RankInfo | None = None, *, scanned: bool = False) 
         mesh = build_mesh(this_rank, config.parallel.expert_parallel)
 
         # 2. Find all other mistakes before the run's folder changes or weights take memory.
-        check_inputs(planned, mesh)
+        check_inputs(planned, mesh, this_rank.local_rank)
         check_same_data(config.data, config.model.vocab_size, mesh.control)
 
         run_dir = Path(config.run.dir)

@@ -174,7 +174,8 @@ def _write(
         encoded = encode(pieces_of(documents, cutter), tokenizer)
         write_splits(encoded, eos, fraction, train, validation)
     if not train.tokens:
-        raise DataError(f"the {len(files)} source file(s) hold no text to train on")
+        reasons = "".join(f"; {line}" for line in report.lines())
+        raise DataError(f"the {len(files)} source file(s) hold no text to train on{reasons}")
     # Report what the user may not expect, and describe the files.
     for line in _remarks(train, validation, fraction, cutter):
         progress.console.print(line, markup=False)

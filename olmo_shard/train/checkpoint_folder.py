@@ -25,7 +25,8 @@ STATE = "state.json"
 _NAME = re.compile(r"step-(\d{8})(\.old)?")
 _PARTIAL = ".partial"
 _OLD = ".old"
-_UNFINISHED = re.compile(r"step-\d{8}(\.partial|\.old)")
+# A removal that was interrupted leaves a folder with the name of a checkpoint and no marker.
+_UNFINISHED = re.compile(r"step-\d{8}(\.partial|\.old)?")
 
 
 class SavedState(BaseModel):

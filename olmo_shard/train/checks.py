@@ -5,13 +5,14 @@ rules here also need the number of ranks, this machine, the run's folder, the da
 A rule that is cheap to verify comes before one that reads more. The first broken rule raises an
 ``OlmoShardError``, and the rules after it are not verified.
 
-Five parties verify the rules that concern them:
+Six parties verify the rules that concern them:
 
 - ``check``: the command ``olmo-shard check``, on any machine.
 - ``launcher``: ``olmo-shard train --nproc N`` before it starts the ranks, or ``train`` without a
   launcher, for its only rank.
 - ``rank``: each rank, before it joins a process group. Its result is equal on all ranks.
 - ``every rank``: all ranks together. If a rule is broken on one of them, all raise its error.
+- ``host``: the first rank of each host, since hosts may have copies of the data.
 - ``first rank``: rank 0 for all ranks, so that all see one state of the run's folder.
 
 Three rules have other places on a rank: ``distributed.runtime`` verifies the machine before it
@@ -39,7 +40,7 @@ from olmo_shard.train.checkpoint_folder import read_state
 from olmo_shard.train.preflight import check_dispatch, kernels_of, parameter_groups
 from olmo_shard.train.run_folder import check_writable, choose_checkpoint, nothing_left
 
-Party = Literal["check", "launcher", "rank", "every rank", "first rank"]
+Party = Literal["check", "launcher", "rank", "every rank", "host", "first rank"]
 
 SCAN_LIMIT_BYTES = 4 * 2**30
 """Size of the data up to which ``train`` scans all ids before the first step, which takes seconds.
@@ -243,7 +244,7 @@ CHECKS = (
     Check(
         "Every id is below the vocabulary's size, and no file differs from its checksum.",
         _check_ids,
-        ("check", "launcher", "first rank"),
+        ("check", "launcher", "host"),
     ),
 )
 """All rules, in the order in which they are verified."""

@@ -25,10 +25,9 @@ _FIRST = (
     LOSS_PICTURE,
     EXPERTS_PICTURE,
     EXPERTS_FILE,
-    EVENTS_FILE,
     *(replaced_file(Path(name)).name for name in STEP_FILES),
 )
-_LAST = (EVAL_FILE, METRICS_FILE)
+_LAST = (EVENTS_FILE, EVAL_FILE, METRICS_FILE)
 
 
 def set_aside(run_dir: Path) -> Path | None:

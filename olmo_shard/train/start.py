@@ -19,13 +19,15 @@ from olmo_shard.train.run_folder import choose_checkpoint, describe_saves, open_
 from olmo_shard.train.trainer import Trainer
 
 
-def check_inputs(run: PlannedRun, mesh: Mesh) -> None:
-    """Verify the rules that every rank verifies, then those that rank 0 verifies for all.
+def check_inputs(run: PlannedRun, mesh: Mesh, local_rank: int) -> None:
+    """Verify the rules of every rank, then those of rank 0, then those of one rank per host.
 
+    :param local_rank: this rank among the ranks of its host.
     :raises OlmoShardError: on every rank, if a rule is broken on one of them.
     """
     on_every_rank(mesh.control, lambda: run_checks(run, "every rank"))
     on_first_rank(mesh.control, lambda: run_checks(run, "first rank"))
+    on_every_rank(mesh.control, lambda: run_checks(run, "host") if local_rank == 0 else None)
 
 
 def check_same_data(data: DataConfig, vocab_size: int, group: dist.ProcessGroup) -> None:
@@ -77,6 +79,8 @@ def start_from(config: CheckpointConfig, trainer: Trainer, mesh: Mesh) -> list[s
     lines = [_load(config, trainer, path)]
     # Records continue only after a resume from a checkpoint of this folder.
     if path is None or path.resolve().parent != (run_dir / "checkpoints").resolve():
+        # A branch of another run is a W&B run of its own.
+        trainer.state.tracker_run_id, trainer.state.tracker_segments = None, []
         aside = on_first_rank(mesh.control, lambda: set_aside(run_dir))
         if aside is not None:
             lines.append(f"records   of an earlier start in {run_dir} are now in {aside}")

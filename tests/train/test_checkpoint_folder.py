@@ -97,3 +97,13 @@ def test_a_state_of_another_format_or_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / folders.STATE).write_text(json.dumps(whole | {"train": {"step": "4"}}))
     with pytest.raises(CheckpointError, match=r"train\.step Input should be a valid integer"):
         folders.read_state(tmp_path)
+
+
+def test_a_removal_that_was_interrupted_is_a_leftover(tmp_path: Path) -> None:
+    """The marker is gone, and files of the tensors are still there."""
+    remnant = folders.folder_of(tmp_path, 4)
+    remnant.mkdir(parents=True)
+    (remnant / "__0_0.distcp").write_bytes(b"tensors")
+    assert folders.leftovers(tmp_path) == [remnant]
+    folders.remove_leftovers(tmp_path)
+    assert not remnant.exists()

@@ -75,9 +75,9 @@ def test_ids_are_scanned_up_to_a_size(tmp_path: Path, limit: int | None, found: 
     run = PlannedRun(config, 1, scan_limit=limit)
     if found:
         with pytest.raises(OlmoShardError, match="outside the vocabulary of 40 ids"):
-            run_checks(run, "first rank")
+            run_checks(run, "host")
     else:
-        run_checks(run, "first rank")
+        run_checks(run, "host")
 
 
 def test_a_check_of_a_finished_run_still_reads_all_ids(tmp_path: Path, main: Main) -> None:

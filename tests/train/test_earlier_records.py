@@ -60,3 +60,9 @@ def test_a_move_cut_short_is_done_again(tmp_path: Path, monkeypatch: Any) -> Non
     assert set_aside(tmp_path) == tmp_path / "earlier-2"
     kept = texts(tmp_path / "earlier-1") | texts(tmp_path / "earlier-2")
     assert kept == CONTENT
+
+
+def test_a_start_that_ended_before_its_first_step_has_records(tmp_path: Path) -> None:
+    write(tmp_path, {"config.yaml": "a: 1\n", "events.jsonl": '{"event": "start"}\n'})
+    assert set_aside(tmp_path) == tmp_path / "earlier-1"
+    assert texts(tmp_path) == {}
